@@ -8,8 +8,6 @@ the third takes longer is the server's and the client's. Leave the machine idle 
     python -m benchmarks.agent_overhead [--episodes 64] [--turns 8]
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os
@@ -156,10 +154,10 @@ class Bench:
 
     def act(self, agents: Any) -> None:
         """The same turns by agents."""
-        from openrlhf.datasets.prompt_record import PromptRecord
         from openrlhf.engines.base import SamplingSettings
         from openrlhf.rollout.agents.episode import EpisodeRequest
         from openrlhf.utils.metrics import Metrics
+        from openrlhf.utils.rollout import PromptRecord
 
         ids = tuple(self.tokenizer.encode(PROMPT, add_special_tokens=False))
 

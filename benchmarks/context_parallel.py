@@ -7,8 +7,6 @@ Every size runs in processes of its own, with all cores shared among its ranks. 
 rank are what its resident memory rises by in the forward and backward pass, at its highest.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

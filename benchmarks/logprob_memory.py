@@ -8,8 +8,6 @@ of the hidden states, and whatever the matrix library keeps for itself.
     python benchmarks/logprob_memory.py --vocab-size 152000 --num-tokens 4096
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -37,7 +35,7 @@ def status_kib(field: str) -> int:
 class Stretch:
     """Peak resident memory above the start, and seconds, of a `with` block."""
 
-    def __enter__(self) -> Stretch:
+    def __enter__(self) -> "Stretch":
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
         self._start_kib = status_kib("VmRSS")
         self._start_s = time.perf_counter()

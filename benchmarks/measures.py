@@ -5,8 +5,6 @@ Each side of a ratio runs alone in a fresh process with the same threads; `bench
 alternates them.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -9,8 +9,6 @@ generation, reward, update, weight sync. Leave the machine idle meanwhile.
     python -m benchmarks.reward_overlap [--path sync|stream|async]
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -5,8 +5,6 @@ Leave the machine idle meanwhile. Goals are those the project has set itself; a 
 its goal is marked.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

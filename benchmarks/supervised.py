@@ -5,8 +5,6 @@ counts. `python -m benchmarks.supervised NAME FOLDER [MICRO_BATCH]` prints one J
 MICRO_BATCH rows are in a micro-batch of TRL's, all of a step unless it is given.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

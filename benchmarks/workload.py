@@ -3,8 +3,6 @@
 Made on the spot and seeded, so that both sides of a ratio see the same model, prompts and tokens.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

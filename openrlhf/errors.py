@@ -5,8 +5,6 @@ bug of ours. Every error pickles, because most of them cross a process boundary 
 reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 
@@ -26,11 +24,12 @@ class ConfigError(OpenRLHFError):
     exit_code = 2
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
+        super().__init__(problems if isinstance(problems, str) else "\n".join(problems))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        return type(self), (self.problems,)
+    @property
+    def problems(self) -> list[str]:
+        """Return the problems, each a line."""
+        return str(self).splitlines()
 
 
 class DataError(ConfigError):
@@ -70,5 +69,5 @@ class NumericsError(OpenRLHFError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first; its name where it says nothing."""
+    """Return the first line of an error; its name where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

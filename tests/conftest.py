@@ -1,7 +1,5 @@
 """Fixtures every test may use, and the environment of tests: two threads, no hub, no accounts."""
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import io

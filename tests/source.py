@@ -1,7 +1,5 @@
 """The package's source as syntax trees, for the tests that hold its structure."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 whatever the clock says.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

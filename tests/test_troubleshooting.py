@@ -1,7 +1,5 @@
 """Every message that the troubleshooting page quotes is printed, from first word to last."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -4,8 +4,6 @@ A walk names its functions in order, as file:function. Each but the first must b
 a file that the walk has passed.
 """
 
-from __future__ import annotations
-
 import ast
 
 import pytest

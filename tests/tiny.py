@@ -1,7 +1,5 @@
 """Tiny models, tokenizers and data made on the spot: nothing in the tests is downloaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ openrlhf train_ppo_ray ... --agent_func_path examples/python/agent_func.py
 The executor has the older of the two shapes; agent_func_multiturn.py shows the newer one.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

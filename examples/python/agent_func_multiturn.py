@@ -6,8 +6,6 @@ openrlhf train_ppo_ray ... --label_key answer \
 Rows have a number between 0 and 100 as their label. The executor has the newer of the two shapes.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -6,8 +6,6 @@ openrlhf train_ppo_ray ... --label_key answer \
 Needs `pip install openai`. Any other client or framework that takes a base URL will do.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import operator

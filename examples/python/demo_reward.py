@@ -1,7 +1,5 @@
 """The reward of `make demo`: 1 for exactly the right number and nothing else, 0 otherwise."""
 
-from __future__ import annotations
-
 import torch
 
 END = "<|end|>"

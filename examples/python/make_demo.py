@@ -4,8 +4,6 @@ The teacher of the warm-up knows its sums but hedges: of three answers two say "
 right. Only the bare number is rewarded, so reinforcement learning has something to find.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

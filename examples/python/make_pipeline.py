@@ -4,8 +4,6 @@ The teacher answers every question with a few random letters; of two such answer
 one with more vowels. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from pathlib import Path

@@ -3,8 +3,6 @@
 openrlhf train_ppo_ray ... --remote_rm_url examples/python/math_reward_func.py --label_key answer
 """
 
-from __future__ import annotations
-
 import re
 
 from openrlhf.rewards.math_grader import math_equal

@@ -6,8 +6,6 @@ Reads nothing but the run folder's metrics.jsonl, so it works for every run: rew
 of reinforcement learning, loss, accuracy and learning rate of supervised training.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

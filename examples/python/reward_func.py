@@ -3,8 +3,6 @@
 openrlhf train_ppo_ray ... --remote_rm_url examples/python/reward_func.py
 """
 
-from __future__ import annotations
-
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[object]) -> dict[str, object]:
     """One reward per sample; `queries` are prompt and response in one text.

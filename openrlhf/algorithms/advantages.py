@@ -6,8 +6,6 @@ the longest one. Tokens of the environment are not in N, so they neither discoun
 Failed samples must have been left out before: they have no part in a baseline.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,6 +13,36 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.tokens import last_action_index, pad_flat, unpad
+
+
+def penalise_overlong(
+    rewards_B: Tensor,
+    response_lengths_B: Tensor,
+    *,
+    max_new_tokens: int,
+    buffer_len: float,
+    penalty_factor: float = 1.0,
+) -> Tensor:
+    """Take off up to `penalty_factor`, linearly over the last `buffer_len` tokens allowed, (B,).
+
+    e = min(length - (max_new_tokens - buffer_len), buffer_len); where e > 0,
+    r - e / buffer_len * penalty_factor (DAPO, arXiv 2503.14476).
+    """
+    assert rewards_B.shape == response_lengths_B.shape, "one length per reward is needed"
+    assert 0 < buffer_len <= max_new_tokens, f"buffer of {buffer_len} in {max_new_tokens} tokens"
+    excess_B = response_lengths_B - (max_new_tokens - buffer_len)
+    return rewards_B - excess_B.clamp(0, buffer_len) / buffer_len * penalty_factor
+
+
+def penalise_truncated(rewards_B: Tensor, is_truncated_B: Tensor, *, coef: float) -> Tensor:
+    """Return rewards of truncated samples times `coef` in [0, 1], or set to it where negative,
+    (B,).
+    """
+    assert rewards_B.shape == is_truncated_B.shape, "one flag per reward is needed"
+    assert coef <= 1, f"a coefficient of {coef} would reward truncation"
+    penalised_B = rewards_B * coef if coef >= 0 else torch.full_like(rewards_B, coef)
+    return torch.where(is_truncated_B.bool(), penalised_B, rewards_B)
+
 
 STD_EPSILON = 1e-9
 MIN_VARIANCE = 1e-8
@@ -129,29 +157,19 @@ def gae(
     return advantages_BA, advantages_BA + values_BA
 
 
-def moments(values_N: Tensor) -> Tensor:
-    """Return count, sum and sum of squares, (3,) float64; those of several ranks may be added."""
-    values_N = values_N.double()
-    count = values_N.new_tensor(len(values_N))
-    return torch.stack((count, values_N.sum(), values_N.square().sum()))
-
-
-def normalise(values_N: Tensor, moments_3: Tensor, *, subtract_only: bool = False) -> Tensor:
-    """Return (x - mean) / std, both from `moments`: population std, variance at least 1e-8,
-    (N,).
-    """
-    count, total, total_square = moments_3.to(values_N.device, torch.float64)
-    mean = total / count.clamp(min=1)
-    centred_N = values_N.double() - mean
+def normalise(values_N: Tensor, *, subtract_only: bool = False) -> Tensor:
+    """Return (x - mean) / std in float64: population std, variance at least 1e-8, (N,)."""
+    if not len(values_N):
+        return values_N
+    centred_N = values_N.double() - values_N.double().mean()
     if not subtract_only:
-        variance = total_square / count.clamp(min=1) - mean.square()
-        centred_N = centred_N / variance.clamp(min=MIN_VARIANCE).sqrt()
+        centred_N = centred_N / centred_N.square().mean().clamp(min=MIN_VARIANCE).sqrt()
     return centred_N.to(values_N.dtype)
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """What tells one estimator from another; made by `estimator`."""
+    """Description of an advantage estimator; made by `estimator`."""
 
     name: str
     shape: Callable[[Tensor, Tensor], Tensor]  # (rewards_B, group_ids_B) -> (B,)
@@ -193,8 +211,7 @@ class AdvantageEstimator:
         rewards_N = token_rewards(shaped_B, kl_N.float(), num_actions_B, kl_coef=kl_coef)
         advantages_N, returns_N = self._accumulate(rewards_N, values_N, num_actions_B)
         if self.is_normalised:
-            batch_moments = moments(advantages_N)
-            advantages_N = normalise(advantages_N, batch_moments, subtract_only=self.no_std_norm)
+            advantages_N = normalise(advantages_N, subtract_only=self.no_std_norm)
         return advantages_N, returns_N
 
     def _accumulate(

@@ -4,8 +4,6 @@ Everything here is plain Python on a list of lengths (or costs) and answers list
 it; the same input gives the same split on every rank.
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence

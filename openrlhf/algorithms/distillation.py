@@ -6,11 +6,9 @@ weights of neither head are needed in the backward (under ZeRO-3 the teacher's a
 The price is one more tensor of the size of the student's head between forward and backward.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,18 +91,6 @@ class Distillation:
     temperature: float = 1.0
     chunk_tokens: int = CHUNK_TOKENS
 
-    def __post_init__(self) -> None:
-        assert self.kind in DIVERGENCES, f"divergence {self.kind!r} is none of {[*DIVERGENCES]}"
-        assert self.temperature > 0 and self.chunk_tokens > 0
-
-
-class DistillationTerms(NamedTuple):
-    """The loss, and what it is made of; only loss carries a gradient. All fp32."""
-
-    loss: Tensor  # () sum of (1 - coef) * -logp + coef * divergence
-    logprobs_N: Tensor
-    divergence_N: Tensor
-
 
 def chunked_distillation(
     student: Head,
@@ -113,78 +99,76 @@ def chunked_distillation(
     *,
     coef: float,
     method: Distillation,
-) -> DistillationTerms:
-    """Return (1 - coef) of the cross-entropy plus coef of the divergence, summed over the tokens.
-    Gradients reach the student's Head alone.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss: (1 - coef) of the cross-entropy plus coef of the divergence, summed over the
+    tokens; and, without gradient, log-probs of the targets and divergences, (N,) each. All fp32.
 
-    Gradients are computed here and multiplied in the backward by the gradient of `loss`. Memory: at
-    most eight blocks of `chunk_tokens` x V fp32 numbers. No tokens: 0, with zero gradients.
+    Gradients reach the student's Head alone. They are computed here and multiplied in the backward
+    by the gradient of the loss. Memory: at most eight blocks of `chunk_tokens` x V fp32 numbers. No
+    tokens: 0, with zero gradients.
     """
     num_tokens, vocab_size = len(targets_N), len(student.weight_VH)
     assert len(student.hidden_NH) == len(teacher.hidden_NH) == num_tokens, "one target per state"
     assert len(teacher.weight_VH) == vocab_size, "student and teacher differ in vocabulary"
-    wants_grads = torch.is_grad_enabled()  # off inside the forward of any autograd function
-    job = _Job(student, teacher, targets_N, coef, method, wants_grads)
     inputs = student.hidden_NH, student.weight_VH, student.bias_V
-    return DistillationTerms(*_ChunkedDistillation.apply(*inputs, job))
+    grads = [
+        torch.zeros_like(x)
+        if torch.is_grad_enabled() and x is not None and x.requires_grad
+        else None
+        for x in inputs
+    ]
+    with torch.no_grad():
+        logprobs_N = student.hidden_NH.new_empty(num_tokens, dtype=_compute_dtype(inputs[0]))
+        divergence_N = torch.empty_like(logprobs_N)
+        for start in range(0, num_tokens, method.chunk_tokens):
+            rows = slice(start, start + method.chunk_tokens)
+            logprobs_N[rows], divergence_N[rows], grad_CV = _chunk(
+                student, teacher, targets_N, rows, coef=coef, method=method
+            )
+            _add_gradients(grads, grad_CV, student, rows)
+        loss = (coef * divergence_N - (1 - coef) * logprobs_N).sum()
+    return _WithGradients.apply(loss, grads, *inputs), logprobs_N, divergence_N
 
 
-class _Job(NamedTuple):
-    """All that is not differentiated, in one argument."""
-
-    student: Head
-    teacher: Head
-    targets_N: Tensor
-    coef: float
-    method: Distillation
-    wants_grads: bool
-
-
-class _ChunkedDistillation(torch.autograd.Function):
-    """Keeps for the backward the gradients of hidden states, weight and bias, nothing else."""
+class _WithGradients(torch.autograd.Function):
+    """A number whose gradients in some inputs were computed with it."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, job: _Job
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = hidden_NH, weight_VH, bias_V
-        grads = [
-            torch.zeros_like(tensor) if job.wants_grads and tensor is not None and needed else None
-            for tensor, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
-        ]
-        logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=_compute_dtype(hidden_NH))
-        divergence_N = torch.empty_like(logprobs_N)
-        for start in range(0, len(hidden_NH), job.method.chunk_tokens):
-            rows = slice(start, start + job.method.chunk_tokens)
-            logprobs_N[rows], divergence_N[rows], grad_CV = _chunk(job, rows)
-            _add_gradients(grads, grad_CV, job.student, rows)
-        loss = (job.coef * divergence_N - (1 - job.coef) * logprobs_N).sum()
+        ctx: Any, loss: Tensor, grads: list[Tensor | None], *inputs: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(*grads)
-        ctx.mark_non_differentiable(logprobs_N, divergence_N)
-        return loss.to(logprobs_N.dtype), logprobs_N, divergence_N
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grads = (None if grad is None else grad * grad_loss for grad in ctx.saved_tensors)
-        return *grads, None
+        return None, None, *grads
 
 
-def _chunk(job: _Job, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk(
+    student: Head,
+    teacher: Head,
+    targets_N: Tensor,
+    rows: slice,
+    *,
+    coef: float,
+    method: Distillation,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs (C,), divergence (C,) and the loss's gradient in the raw logits (C, V)."""
-    targets_C1 = job.targets_N[rows].unsqueeze(-1)
-    temperature = job.method.temperature
-    student_CV = job.student.logits(rows)
-    slope = job.student.slope(student_CV)
-    student_CV = _log_softmax_(student_CV, temperature)
-    teacher_CV = _log_softmax_(job.teacher.logits(rows), temperature)
-    divergence_C, grad_CV = DIVERGENCES[job.method.kind](student_CV, teacher_CV)
+    targets_C1 = targets_N[rows].unsqueeze(-1)
+    student_CV = student.logits(rows)
+    slope = student.slope(student_CV)
+    student_CV = _log_softmax_(student_CV, method.temperature)
+    teacher_CV = _log_softmax_(teacher.logits(rows), method.temperature)
+    divergence_C, grad_CV = DIVERGENCES[method.kind](student_CV, teacher_CV)
     logprobs_C1 = student_CV.gather(-1, targets_C1)
     # d(-log p[target]) / dz_j = p_j - [j is target]
-    ce_weight_C1 = torch.full_like(logprobs_C1, 1 - job.coef)
-    grad_CV.mul_(job.coef).add_(student_CV.exp_(), alpha=1 - job.coef)
+    ce_weight_C1 = torch.full_like(logprobs_C1, 1 - coef)
+    grad_CV.mul_(coef).add_(student_CV.exp_(), alpha=1 - coef)
     grad_CV.scatter_add_(-1, targets_C1, -ce_weight_C1)
-    return logprobs_C1.squeeze(-1), divergence_C, grad_CV.mul_(slope).div_(temperature)
+    return logprobs_C1.squeeze(-1), divergence_C, grad_CV.mul_(slope).div_(method.temperature)
 
 
 def _log_softmax_(logits_CV: Tensor, temperature: float) -> Tensor:

@@ -5,8 +5,6 @@ KL(policy || reference); Schulman, "Approximating KL divergence" (2020). Shapes:
 nothing of where the term goes: into the reward (detached) or into the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ what it sees: the denominators of the whole optimizer step come in, so that the 
 value, KL, entropy alike) of micro-batches and ranks may simply be summed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +19,7 @@ MAX_ABS_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class ClipRange:
-    """How far the policy may move: the ratio is held in [1 - low, 1 + high], and where A < 0 the
+    """Limits of a policy update: the ratio is clipped to [1 - low, 1 + high], and where A < 0 the
     loss is at most dual * |A|. `gates`: how steep SAPO's soft gate is for A > 0 and for A <= 0.
     """
 
@@ -148,42 +146,27 @@ def _clipped_surrogate(
     return PolicyLossTerms(-surrogate_N, ratio_N.detach(), is_clipped_N, token_log_ratio_N)
 
 
-class ValueLossTerms(NamedTuple):
-    """Loss and what to log of it; only loss_N carries a gradient."""
-
-    loss_N: Tensor
-    is_clipped_N: Tensor  # bool, the clipped error is the one in force
-
-
 def value_loss(
     values_N: Tensor, old_values_N: Tensor, *, returns_N: Tensor, clip: float | None
-) -> ValueLossTerms:
+) -> Tensor:
     """Return max((clip(V, V_old +- clip) - R)^2, (V - R)^2) / 2, (N,); with clip None (V - R)^2 /
     2.
     """
     assert values_N.shape == old_values_N.shape == returns_N.shape, "one value per token is needed"
     free_N = (values_N - returns_N).square()
     if clip is None:
-        return ValueLossTerms(free_N / 2, torch.zeros_like(free_N, dtype=torch.bool))
+        return free_N / 2
     near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
-    clipped_N = (near_N - returns_N).square()
-    return ValueLossTerms(torch.maximum(free_N, clipped_N) / 2, (clipped_N > free_N).detach())
+    return torch.maximum(free_N, (near_N - returns_N).square()) / 2
 
 
-@dataclass(frozen=True)
-class PolicyLoss:
-    """A policy loss with the aggregation it is defined for, None where any will do."""
-
-    terms: Callable[..., PolicyLossTerms]
-    own_aggregation: str | None = None
-
-
-POLICY_LOSSES = {
-    "ppo": PolicyLoss(ppo_loss),
-    "gspo": PolicyLoss(gspo_loss, own_aggregation="seq_mean"),
-    "cispo": PolicyLoss(cispo_loss),
-    "sapo": PolicyLoss(sapo_loss),
+POLICY_LOSSES: dict[str, Callable[..., PolicyLossTerms]] = {
+    "ppo": ppo_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
 }
+OWN_AGGREGATIONS = {"gspo": "seq_mean"}  # of losses that are defined for one only
 AGGREGATIONS = ("token_mean", "seq_mean", "seq_sum_norm")
 
 

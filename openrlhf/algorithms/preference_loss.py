@@ -1,4 +1,5 @@
-"""Preference losses on log-probs of responses: pairs (DPO and relatives) and single ones (KTO).
+"""Preference losses: on log-probs of pairs (DPO and relatives) or single responses (KTO), and on
+the rewards of pairs (reward models).
 
 Shapes: B pairs, or B rated responses, of a micro-batch. In the formulas log pi is the sum of the
 log-probs of a response, |y| its length in tokens, r = log pi - log ref, h = r_chosen - r_rejected
@@ -6,11 +7,9 @@ and s the sigmoid. A loss is one number per sample; whoever calls divides the su
 the whole optimizer step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -194,56 +193,28 @@ def _log_odds(logprob_B: Tensor) -> Tensor:
     return logprob_B - torch.log(-torch.expm1(logprob_B))
 
 
-@dataclass(frozen=True)
-class PreferenceLoss:
-    """A loss on pairs with its numbers; made by `preference_loss`."""
-
-    terms: Callable[[PairLogps, PreferenceOptions], Terms]
-    needs_reference: bool = True
-    takes_label_smoothing: bool = False
-    options: PreferenceOptions = PreferenceOptions()
-
-    def __call__(self, pairs: PairLogps) -> PreferenceTerms:
-        """Return losses and rewards per pair, (B,) fp32; rewards are beta r where there is a
-        reference.
-        """
-        has_reference = pairs.ref_chosen_B is not None
-        assert has_reference or not self.needs_reference, "this loss compares with a reference"
-        losses_B, rewards = self.terms(pairs, self.options)
-        chosen_B, rejected_B = (self.options.beta * reward_B.detach() for reward_B in rewards)
-        return PreferenceTerms(losses_B, chosen_B, rejected_B)
-
-
-PREFERENCE_LOSSES = {
-    "sigmoid": PreferenceLoss(dpo, takes_label_smoothing=True),
-    "ipo": PreferenceLoss(ipo),
-    "hinge": PreferenceLoss(hinge),
-    "robust": PreferenceLoss(robust, takes_label_smoothing=True),
-    "exo_pair": PreferenceLoss(exo_pair, takes_label_smoothing=True),
-    "apo_zero": PreferenceLoss(apo_zero),
-    "apo_down": PreferenceLoss(apo_down),
-    "simpo": PreferenceLoss(simpo, needs_reference=False),
-    "cpo": PreferenceLoss(cpo, needs_reference=False),
-    "orpo": PreferenceLoss(orpo, needs_reference=False),
+PREFERENCE_LOSSES: dict[str, Callable[[PairLogps, PreferenceOptions], Terms]] = {
+    "sigmoid": dpo,
+    "ipo": ipo,
+    "hinge": hinge,
+    "robust": robust,
+    "exo_pair": exo_pair,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "simpo": simpo,
+    "cpo": cpo,
+    "orpo": orpo,
 }
 
 
-def preference_loss(name: str, options: PreferenceOptions) -> PreferenceLoss:
-    """Return the named loss with these numbers."""
-    found = PREFERENCE_LOSSES[name]
+def preference_loss(name: str, pairs: PairLogps, options: PreferenceOptions) -> PreferenceTerms:
+    """Return losses and rewards per pair, (B,) fp32; rewards are beta r where the loss compares
+    with a reference.
+    """
     assert options.beta > 0, "beta is a temperature"
-    is_plain = options.label_smoothing == 0
-    assert is_plain or found.takes_label_smoothing, f"{name} has no label smoothing"
-    return replace(found, options=options)
-
-
-@dataclass(frozen=True)
-class KTOOptions:
-    """Numbers of the loss on single responses."""
-
-    beta: float = 0.01
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    losses_B, rewards = PREFERENCE_LOSSES[name](pairs, options)
+    chosen_B, rejected_B = (options.beta * reward_B.detach() for reward_B in rewards)
+    return PreferenceTerms(losses_B, chosen_B, rejected_B)
 
 
 def kto_kl_sum(policy_B: Tensor, ref_B: Tensor) -> Tensor:
@@ -270,7 +241,9 @@ def kto_losses(
     *,
     is_desirable_B: Tensor,
     reference_point: Tensor,
-    options: KTOOptions,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
 ) -> tuple[Tensor, Tensor]:
     """Return losses and rewards beta r, (B,) fp32 each; only the losses carry a gradient.
 
@@ -279,10 +252,27 @@ def kto_losses(
     """
     assert policy_B.shape == ref_B.shape == is_desirable_B.shape, "one number per response"
     ratio_B = policy_B.float() - ref_B.float()
-    beyond_B = options.beta * (ratio_B - reference_point)
+    beyond_B = beta * (ratio_B - reference_point)
     losses_B = torch.where(
         is_desirable_B.bool(),
-        options.desirable_weight * (-beyond_B).sigmoid(),
-        options.undesirable_weight * beyond_B.sigmoid(),
+        desirable_weight * (-beyond_B).sigmoid(),
+        undesirable_weight * beyond_B.sigmoid(),
     )
-    return losses_B, options.beta * ratio_B.detach()
+    return losses_B, beta * ratio_B.detach()
+
+
+def pairwise_losses(
+    chosen_B: Tensor, rejected_B: Tensor, *, kind: str = "sigmoid", margin_B: Tensor | None = None
+) -> Tensor:
+    """Return the Bradley-Terry loss of r_chosen - r_rejected - margin, (B,) fp32 (InstructGPT,
+    arXiv 2203.02155).
+
+    "sigmoid" is -log s(gap); "logexp", log(1 + exp(-gap)), is the same function by another name.
+    `margin_B` says by how much the chosen response is better (Llama 2, arXiv 2307.09288).
+    """
+    assert chosen_B.shape == rejected_B.shape, "each chosen reward needs its rejected one"
+    gap_B = chosen_B.float() - rejected_B.float()
+    if margin_B is not None:
+        assert margin_B.shape == gap_B.shape, "one margin per pair is needed"
+        gap_B = gap_B - margin_B.float()
+    return -F.logsigmoid(gap_B) if kind == "sigmoid" else F.softplus(-gap_B)

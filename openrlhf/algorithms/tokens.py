@@ -6,8 +6,6 @@ samples end in a flat vector; a sample may be empty. Knows nothing of models: wh
 already picked the tokens that count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -75,7 +73,7 @@ def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the o
     logit_scale: float = 1.0,
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
-    shard: VocabShard | None = None,
+    shard: "VocabShard | None" = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs of the targets (N,) and, if asked, the entropy (N,) of what they were drawn
     from.
@@ -125,7 +123,7 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class _Head:
-    """How tempered logits follow from raw ones, and what is wanted of them."""
+    """Settings that turn raw logits into tempered ones, and the outputs wanted."""
 
     temperature: float
     softcap: float | None
@@ -278,7 +276,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _PerToken(NamedTuple):
-    """What the backward knows of each token; no grad_entropy where nothing flows through it."""
+    """Tensors of each token for the backward pass; no grad_entropy if no gradient reaches it."""
 
     targets_N: Tensor
     grad_chosen_N: Tensor  # of the log-prob by way of the target's own logit
@@ -287,7 +285,7 @@ class _PerToken(NamedTuple):
     entropy_N: Tensor | None
     grad_entropy_N: Tensor | None
 
-    def at(self, rows: slice) -> _PerToken:
+    def at(self, rows: slice) -> "_PerToken":
         """Return the same for some of the tokens, each (C, 1)."""
         return _PerToken(
             *(x[rows].unsqueeze(-1) for x in self[:4]),

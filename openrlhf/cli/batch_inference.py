@@ -4,8 +4,6 @@ Which GPUs a rank sees whose engine takes some of its own is decided before torc
 looks at the choice once, when a library first asks for a device, be it at its import.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

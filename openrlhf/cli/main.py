@@ -1,7 +1,5 @@
 """The console script `openrlhf`: finds the command and hands the rest of the line to it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches

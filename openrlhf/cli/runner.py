@@ -1,9 +1,7 @@
-"""What every command does around its work: help, parsing, secrets, errors as lines and codes.
+"""Shared by all commands: help, parsing, secrets, errors as lines and exit codes.
 
 Exit codes: 0 done, 2 wrong input, 3 a fault that could not be survived, 4 a bug, 130 interrupted.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
@@ -15,8 +13,8 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Generic
 
+from openrlhf.config.base import CommandConfig
 from openrlhf.config.cli import ConfigT, help_text, parse_config
-from openrlhf.config.common import CommandConfig
 from openrlhf.config.local_paths import is_local_data, named_things, path_problems
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import OpenRLHFError

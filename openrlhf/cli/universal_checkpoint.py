@@ -4,8 +4,6 @@ ZeRO stage can go on from it: `python -m openrlhf.cli.universal_checkpoint --ckp
 Checkpoints need no conversion; scripts that convert one first keep working.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,16 +1,17 @@
-"""What a config field is: a typed value with its help text, other names and range in one place.
+"""Config fields: a typed value with its help text, aliases and range in one place;
+and the top of every command's tree.
 
 The path of a field in the tree is its dotted flag (`--ds.zero_stage`). Other names stand beside
 the field; a name that stands beside several fields of one tree sets all of them.
 Knows nothing of argv or files.
 """
 
-from __future__ import annotations
-
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -19,6 +20,7 @@ from typing_extensions import Self
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Meanings = Mapping[str, object]  # typed word -> field value
 
+SCHEME = re.compile(r"[a-z]+:")  # of `http://host` and the like, which is no path
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".arrow")
 MODELS = ("actor", "critic", "ref", "reward")  # sections whose names begin flat names
 
@@ -57,9 +59,10 @@ class Option:
     # Name -> what the words after it mean (`--bf16` -> "bf16"); they are taken as typed else.
     meanings: Mapping[str, Meanings] = field(default_factory=dict)
     bare: str | None = None  # value of the flag typed without one; bool fields need none
-    env: str | None = None  # environment variable that gives the default, and what `bare` means
+    env: str | None = None  # environment variable that gives the default
     secret_env: str | None = None  # environment variable that a secret is moved to
     opens: str | None = None  # which kind of file, folder or hub id the value names: of REMEDIES
+    forms: str | None = None  # what fits its pattern, for who types another text
     needed: str | None = None  # what it is called where it is missing; it has no default
     known_as: Mapping[str, str] = field(default_factory=dict)  # wrong word -> value meant by it
     # When a run goes on from a checkpoint that was written with another value: refuse it, or keep
@@ -135,10 +138,8 @@ class Base(BaseModel):
         """Put the defaults of every section in where nobody set a value."""
         for name, info in type(self).model_fields.items():
             default = info.default
-            if isinstance(default, BaseModel) and default.model_fields_set:
-                is_set = name in self.model_fields_set
-                section = getattr(self, name) if is_set else type(default)()
-                object.__setattr__(self, name, with_defaults(section, default))
+            if isinstance(default, BaseModel) and name in self.model_fields_set:
+                object.__setattr__(self, name, with_defaults(getattr(self, name), default))
         return self
 
 
@@ -192,10 +193,7 @@ def walk(
 
 def value_at(config: BaseModel, path: str) -> Any:
     """Return the value of the leaf with this dotted path."""
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(path)(config)
 
 
 def is_given(config: BaseModel, path: str) -> bool:
@@ -211,10 +209,7 @@ def with_value(config: ModelT, path: str, value: object) -> ModelT:
     head, _, rest = path.partition(".")
     if rest:
         value = with_value(getattr(config, head), rest, value)
-    changed = config.model_copy(update={head: value})
-    if head not in config.model_fields_set:
-        changed.model_fields_set.remove(head)
-    return changed
+    return config.model_construct(config.model_fields_set, **vars(config) | {head: value})
 
 
 def with_defaults(config: ModelT, defaults: BaseModel) -> ModelT:
@@ -226,3 +221,38 @@ def with_defaults(config: ModelT, defaults: BaseModel) -> ModelT:
         elif name not in config.model_fields_set:
             config = with_value(config, name, default)
     return config
+
+
+class CommandConfig(Base):
+    """Top of every command's tree."""
+
+    # Section -> the leaves of it that the command has; all of those that are not named here.
+    shows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    use_ms: bool = switch("ModelScope instead of the Hugging Face hub.")
+    trust_remote_code: bool = switch("Run Python files that come with a model or tokenizer.")
+
+    def derived(self) -> Iterator[tuple[str, object]]:
+        """Yield leaves whose default follows from the rest; each is applied before the next."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def fill_derived(self) -> Self:
+        """Put derived defaults in while the tree is being built; it is complete from then on."""
+        for path, value in self.derived():
+            section, _, rest = path.partition(".")
+            part = with_value(getattr(self, section), rest, value)
+            object.__setattr__(self, section, part)
+        return self
+
+    def problems(self) -> Iterator[str]:
+        """Yield one line for everything that is missing or contradicts something else."""
+        for leaf in walk(type(self)):
+            if leaf.needed and is_blank(value_at(self, leaf.path)):
+                remedy = " or ".join(leaf.choices) or REMEDIES.get(leaf.opens or "", "a text")
+                yield f"No {leaf.needed} is named. Type {leaf.flag} with {remedy}."
+
+    def notices(self) -> Iterator[str]:
+        """Yield one line for everything a user should know before the run starts."""
+        if self.trust_remote_code:
+            yield Caution("--trust_remote_code: Python files that come with the models are run.")

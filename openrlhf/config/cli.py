@@ -5,8 +5,6 @@ wins. A name of several leaves is read before those of one, and two names of one
 The tree can be written as YAML and read back with `--config`; secrets are in neither.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -21,8 +19,16 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args, get_orig
 import yaml
 from pydantic import ValidationError
 
-from openrlhf.config.base import Caution, Meanings, Option, is_given, value_at, walk, with_value
-from openrlhf.config.common import WITHOUT_EFFECT, CommandConfig
+from openrlhf.config.base import (
+    Caution,
+    CommandConfig,
+    Meanings,
+    Option,
+    is_given,
+    value_at,
+    walk,
+    with_value,
+)
 from openrlhf.config.local_paths import LISTS, OUTPUTS
 from openrlhf.errors import ConfigError
 
@@ -31,6 +37,13 @@ ConfigT = TypeVar("ConfigT", bound=CommandConfig)
 Targets: TypeAlias = tuple[tuple[Option, Meanings | None], ...]
 Setting: TypeAlias = tuple[str, str, list[str]]  # name with `_` for `-`, as typed, words after it
 
+# Flags of old commands that nothing reads, by the last part of their names: every command takes
+# them, and says so.
+WITHOUT_EFFECT = (
+    *("actor_init_on_gpu", "perf", "train_split", "disable_fast_tokenizer", "image_key"),
+    *("dataloader_num_workers", "compute_fp32_loss", "compute_fp32_loss_enable"),
+    *("ns_steps", "nesterov", "no_nesterov"),
+)
 SWITCH_WORDS = dict.fromkeys(("true", "1", "yes", "on"), "true")
 SWITCH_WORDS |= dict.fromkeys(("false", "0", "no", "off"), "false")
 # Settings that the columns of the data decide where nobody types them.
@@ -52,22 +65,13 @@ MIN_WIDTH = 60
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
-@dataclass(frozen=True)
-class Parsed(Generic[ConfigT]):
-    """A finished config, what to tell the user, and the secrets to put into the environment."""
-
-    config: ConfigT
-    notices: tuple[str, ...]
-    environment: Mapping[str, str]
-
-
 def parse_config(
     config_class: type[ConfigT],
     argv: Sequence[str],
     *,
     more_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
     data_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
-) -> Parsed[ConfigT]:
+) -> "Reading[ConfigT]":
     """Read a command line (without the program's name); raise ConfigError that lists every problem.
 
     Those that `more_problems` finds are among them. Where flags are understood and something else
@@ -75,22 +79,15 @@ def parse_config(
     """
     reading = Reading(config_class)
     reading.take_all(argv)
-    config = reading.build()
+    config = reading.config = reading.build()
     problems = [*reading.problems, *config.problems(), *more_problems(config)]
     if problems and not reading.problems:
         problems += data_problems(config)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    config, environment = take_secrets(config)
-    notices = [*reading.notices, *config.notices()]
-    notices += [
-        Caution(
-            f"The secret typed on the command line was moved to {name}; other users of this "
-            f"machine can see command lines. Set {name} instead."
-        )
-        for name in environment
-    ]
-    return Parsed(config, tuple(notices), environment)
+    reading.notices += config.notices()
+    reading.take_secrets()
+    return reading
 
 
 @cache
@@ -105,20 +102,22 @@ def flag_table(config_class: type[CommandConfig]) -> Mapping[str, Targets]:
 
 @dataclass
 class Reading(Generic[ConfigT]):
-    """Everything read so far: values by leaf path, and under which name the user gave each."""
+    """Everything read so far: values by leaf path, and under which name the user gave each; at the
+    end the config, what to tell the user, and the secrets to put into the environment.
+    """
 
     config_class: type[ConfigT]
+    config: ConfigT = field(init=False)
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def take_all(self, argv: Sequence[str]) -> None:
         """Read the environment, then each `--config` file, then the flags."""
-        known = {o.path: o for o in walk(self.config_class) if o.env and os.environ.get(o.env)}
-        environment = {path: os.environ[str(option.env)] for path, option in known.items()}
-        self.values |= environment
-        self.sources |= {path: str(option.env) for path, option in known.items()}
+        variables = [(o.path, o.env, os.environ.get(o.env or "")) for o in walk(self.config_class)]
+        self._take((path, name, [value]) for path, name, value in variables if name and value)
         flags = list(self._flags(argv))
         for _, _, words in (flag for flag in flags if flag[0] == "config"):
             if len(words) == 1:
@@ -126,9 +125,6 @@ class Reading(Generic[ConfigT]):
             else:
                 self.problems.append("--config takes one YAML file. Type --config FILE.yaml.")
         self._take(flag for flag in flags if flag[0] != "config")
-        for path, option in known.items():  # a flag typed bare means what the environment says
-            if self.values[path] == option.bare:
-                self.values[path] = environment[path]
 
     def _flags(self, argv: Sequence[str]) -> Iterator[Setting]:
         """Yield each flag of a command line with the words after it."""
@@ -146,19 +142,16 @@ class Reading(Generic[ConfigT]):
     def _file(self, path: Path) -> Iterator[Setting]:
         """Yield what a YAML file sets; its keys are the nested tree, dotted names or flat names."""
         try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8 text"
-            self.problems.append(f"--config cannot be read: {path} ({reason}). Type a YAML file.")
+            tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            if not isinstance(tree, Mapping):
+                raise ValueError("it has no keys at its top")
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            self.problems.append(
+                f"--config cannot be read: {path} ({reason}). Type a YAML file of `name: value`."
+            )
             return
-        except yaml.YAMLError as error:
-            where = " ".join(str(error).split())
-            self.problems.append(f"--config is not valid YAML: {path} ({where}). Mend the file.")
-            return
-        if not isinstance(tree, Mapping | None):
-            self.problems.append(f"--config has no keys at its top: {path}. Write `name: value`.")
-            return
-        for name, value in _leaves(tree or {}):
+        for name, value in _leaves(tree):
             words = [str(part) for part in value] if isinstance(value, list) else [str(value)]
             targets = flag_table(self.config_class).get(name, ())
             if any(o.opens in LISTS or o.path.endswith("_probs") for o, _ in targets):
@@ -184,7 +177,7 @@ class Reading(Generic[ConfigT]):
             typed = source if is_secret else " ".join([source, *words])
             paths = frozenset(option.path for option, _ in targets)
             first, before = said.setdefault(paths, (typed, found))
-            if any(not _is_same(raw, before.get(path, raw)) for path, raw in found.items()):
+            if any(str(raw) != str(before.get(path, raw)) for path, raw in found.items()):
                 both = f"{typed} contradicts {first}: both set {', '.join(sorted(paths))}"
                 self.problems.append(f"{both}. Leave one of them out.")
             self.values |= found
@@ -216,6 +209,19 @@ class Reading(Generic[ConfigT]):
             rest = {path: raw for path, raw in self.values.items() if path not in wrong}
             return self.config_class.model_validate(nested(rest))
 
+    def take_secrets(self) -> None:
+        """Move secrets from the config into the environment of the run, and say so."""
+        for option in walk(self.config_class):
+            name, value = option.secret_env, value_at(self.config, option.path)
+            if name and value not in (None, option.bare):
+                self.environment[name] = value
+                self.config = with_value(self.config, option.path, option.bare)
+                said = (
+                    f"The secret typed on the command line was moved to {name}; other users of "
+                    f"this machine can see command lines. Set {name} instead."
+                )
+                self.notices.append(Caution(said))
+
 
 def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of every key that is no section."""
@@ -235,7 +241,7 @@ def raw_values(source: str, words: Sequence[str], targets: Targets) -> dict[str,
 
 
 def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
-    bare = True if option.is_switch else option.bare
+    bare = "true" if option.is_switch else option.bare
     if not words or (option.bare and list(words) == [""]):
         if bare is None:
             raise ConfigError(f"{source} stands without a value. Type a value after it.")
@@ -273,14 +279,6 @@ def _translated(source: str, words: Sequence[str], targets: Targets) -> dict[str
     return found
 
 
-def _is_same(one: object, other: object) -> bool:
-    """Return True if two raw values mean the same: `1e-6` and `0.000001`, `True` and `true`."""
-    try:
-        return float(str(one)) == float(str(other))
-    except ValueError:
-        return str(one).lower() == str(other).lower()
-
-
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `{"ds.zero_stage": 3}` as `{"ds": {"zero_stage": 3}}`."""
     tree: dict[str, Any] = {}
@@ -299,6 +297,8 @@ def describe(option: Option, source: str, raw: object, detail: Mapping[str, Any]
     seen = " ".join(map(str, raw)) if isinstance(raw, tuple) else str(raw)
     if detail["type"] == "value_error":  # of a rule beside the field
         return f"{source} cannot be {seen}: {bounds['error']}."
+    if option.forms:
+        return f"{source} cannot be {seen}: it is not known. Type {option.forms}."
     for key in bounds.keys() & LIMITS.keys():
         bound = f"{LIMITS[key]} {bounds[key]}"
         return f"{source} must be {bound}: {seen}. Type a value {bound}."
@@ -317,35 +317,18 @@ def describe(option: Option, source: str, raw: object, detail: Mapping[str, Any]
     return f"{source} must be {kind}: {seen}. Type {kind}."
 
 
-def take_secrets(config: ConfigT) -> tuple[ConfigT, dict[str, str]]:
-    """Return the config without its secrets, and the environment that holds them from now on."""
-    environment = {}
-    for option in walk(type(config)):
-        value = value_at(config, option.path)
-        if option.secret_env and value not in (None, option.bare):
-            environment[option.secret_env] = value
-            config = with_value(config, option.path, option.bare)
-    return config, environment
-
-
 def save_resolved(config: CommandConfig, path: Path) -> None:
     """Write the tree as YAML; `--config` on it gives the same tree again.
 
-    Leaves out secrets, the local rank, which belongs to a process and not to a run, and what the
-    columns of the data decide again where nobody typed it.
+    A parsed config has no secrets. Leaves out the local rank, which belongs to a process and not
+    to a run, and what the columns of the data decide again where nobody typed it.
     """
-    public, _ = take_secrets(config)
     left_out = {"local_rank", *(path for path in RECOGNISED if not is_given(config, path))}
     paths = (option.path for option in walk(type(config)) if option.path not in left_out)
-    values = {path: _plain(value_at(public, path)) for path in paths}
+    values = {path: value_at(config, path) for path in paths}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as YAML and JSON have it."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def settings_of(config: CommandConfig) -> dict[str, Any]:
@@ -354,8 +337,8 @@ def settings_of(config: CommandConfig) -> dict[str, Any]:
     `at_resume` beside a field says which. Data and seed are compared elsewhere, the ZeRO stage
     where shards are read.
     """
-    paths = (option.path for option in walk(type(config)) if option.at_resume)
-    return {path: _plain(value_at(config, path)) for path in paths}
+    found = {o.path: value_at(config, o.path) for o in walk(type(config)) if o.at_resume}
+    return {path: list(v) if isinstance(v, tuple) else v for path, v in found.items()}
 
 
 def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: object) -> list[str]:
@@ -391,9 +374,10 @@ def _place(name: object) -> Path:
 
 def _typed(value: Any) -> str:
     """Return a value as it stands on a command line."""
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return str(value).lower()
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text if text and text == text.strip() else repr(text)
 
 
 def help_text(config_class: type[CommandConfig], name: str, *, width: int = 80) -> str:
@@ -414,18 +398,15 @@ def help_text(config_class: type[CommandConfig], name: str, *, width: int = 80) 
         if section not in groups:
             about = leaf.section.__doc__ if section else None
             groups[section] = parser.add_argument_group(f"{section or 'general'} options", about)
-        text = f"{leaf.field.description}{_also(leaf)} (default: {_default(leaf)})"
+        others = " ".join(f"--{name}" for name in dict(leaf.names) if name != leaf.path)
+        also = f" Also {others}." if others else ""
+        environment = f" Environment: {leaf.env}." if leaf.env else ""
+        text = f"{leaf.field.description}{also}{environment} (default: {_typed(leaf.default)})"
         is_switch = leaf.field.annotation is bool
         values = "|".join(map(_kind, leaf.kinds))
         shown: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": values}
         groups[section].add_argument(f"--{leaf.path}", help=text.replace("%", "%%"), **shown)
     return parser.format_help()
-
-
-def _also(leaf: Option) -> str:
-    others = [f"--{name}" for name in dict(leaf.names) if name != leaf.path]
-    environment = f" Environment: {leaf.env}." if leaf.env else ""
-    return (f" Also {' '.join(others)}." if others else "") + environment
 
 
 def _kind(annotation: Any) -> str:
@@ -438,14 +419,3 @@ def _kind(annotation: Any) -> str:
     if origin is tuple:
         return " ".join("..." if part is Ellipsis else _kind(part) for part in parts)
     return str(annotation.__name__).upper()
-
-
-def _default(leaf: Option) -> str:
-    """Return the default as it would be typed."""
-    default = leaf.default
-    if default is None or isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, tuple):
-        return " ".join(map(str, default))
-    shown = str(default).replace("\n", "\\n")
-    return shown if shown == shown.strip() and shown else f"'{shown}'"

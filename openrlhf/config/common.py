@@ -1,32 +1,15 @@
-"""Parts of the config tree that several commands share, from the optimizer to evaluation, and the
-top of every tree.
+"""Parts of the config tree that several commands share, from the optimizer to evaluation.
 
 Defaults and flat names are those of the 0.8 command lines; a command with other defaults gives them
 to the part: `AdamConfig(lr=1e-5)`.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import model_validator
-from typing_extensions import Self
-
-from openrlhf.config.base import (
-    REMEDIES,
-    Base,
-    Caution,
-    is_blank,
-    is_given,
-    option,
-    switch,
-    value_at,
-    walk,
-    with_value,
-)
+from openrlhf.config.base import Base, CommandConfig, is_given, option, switch
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
 # Names of transformers.SchedulerType, but those that watch the loss; written out because importing
@@ -44,25 +27,12 @@ Schedule = Literal[
     "warmup_stable_decay",
 ]
 
-# Flags of old commands that nothing reads, by the last part of their names: every command takes
-# them, and says so.
-WITHOUT_EFFECT = (
-    *("actor_init_on_gpu", "perf", "train_split", "disable_fast_tokenizer", "image_key"),
-    *("dataloader_num_workers", "compute_fp32_loss", "compute_fp32_loss_enable"),
-    *("ns_steps", "nesterov", "no_nesterov"),
-)
-
 
 def clashes(*pairs: tuple[str, str, bool]) -> Iterator[str]:
     """Yield a line for each pair of settings that do not work together, where it is so."""
     for one, other, is_so in pairs:
         if is_so:
             yield f"{one} with {other}: not supported. Leave one of them out."
-
-
-def timed_name(stem: str) -> str:
-    """`ppo_0131T23:59`."""
-    return f"{stem}_{datetime.now():%m%dT%H:%M}"
 
 
 def timed_folder(stem: str) -> str:
@@ -111,7 +81,7 @@ class LoraConfig(Base):
     """`ds.lora.*`: low-rank adapters."""
 
     rank: int = option(
-        0, "LoRA rank; 0 trains all weights.", "lora_rank", ge=0, at_resume="refused"
+        0, "LoRA rank; 0: all weights learn.", "lora_rank", ge=0, at_resume="refused"
     )
     alpha: int = option(16, "LoRA alpha.", "lora_alpha", gt=0, at_resume="refused")
     target_modules: tuple[str, ...] = option(
@@ -164,8 +134,7 @@ class DeepSpeedConfig(Base):
     )
     attn_implementation: str = option(
         "flash_attention_2",
-        "Attention; `flash_attention_2` is torch's own kernel, SDPA where there is no GPU. "
-        "`--flash_attn` means flash_attention_2, `--flash_attn false` sdpa.",
+        "Attention; flash_attention_2 is torch's own kernel, SDPA where there is no GPU.",
         meanings={"flash_attn": {"true": "flash_attention_2", "false": "sdpa"}},
     )
     load_in_4bit: bool = switch("QLoRA: base weights in 4 bits.", at_resume="refused")
@@ -187,37 +156,23 @@ class DeepSpeedConfig(Base):
         None, "Type gradients are accumulated in; unset: DeepSpeed's choice."
     )
     deepcompile: bool = switch("DeepSpeed DeepCompile.")
-    tensor_parallel_size: int = option(
-        1, "DeepSpeed AutoTP degree.", "ds_tensor_parallel_size", ge=1
-    )
+    tensor_parallel_size: int = option(1, "DeepSpeed AutoTP size.", "ds_tensor_parallel_size", ge=1)
     use_liger_kernel: bool = switch("Liger kernels.")
     packing_samples: bool = switch("Accepted for old commands: batches are packed on every device.")
-    ring_attn_size: int = option(
-        1, "Ranks that share every packed row (context parallelism).", ge=1
-    )
+    ring_attn_size: int = option(1, "Ranks that share a packed row (context parallelism).", ge=1)
     ring_attn_head_stride: int = option(
-        1,
-        "Key heads that are gathered at a time: more are faster, fewer take less memory.",
-        "ring_head_stride",
-        ge=1,
+        1, "Key heads gathered at a time: more are faster.", "ring_head_stride", ge=1
     )
     cp_mode: Literal["ring", "ulysses"] = option(
-        "ring",
-        "How ranks share a row: ring gathers keys and values, ulysses exchanges tokens for heads.",
+        "ring", "Ranks gather keys and values, or exchange tokens for heads."
     )
-    enable_sleep: bool = switch(
-        "Offload training states to CPU memory between phases.", "deepspeed_enable_sleep"
-    )
+    enable_sleep: bool = switch("Offload training states between phases.", "deepspeed_enable_sleep")
     lora: LoraConfig = LoraConfig()
     use_universal_ckpt: bool = switch(
-        "With --load_checkpoint: go on with another number of ranks or ZeRO stage.",
-        "use_ds_universal_ckpt",
+        "Resume with another number of ranks or ZeRO stage.", "use_ds_universal_ckpt"
     )
     config: str | None = option(
-        None,
-        "A DeepSpeed JSON file; its `auto` values are filled in.",
-        "deepspeed_config",
-        opens="file",
+        None, "A DeepSpeed JSON; its `auto` is filled in.", "deepspeed_config", opens="file"
     )
 
     def problems(self, *optims: OptimizerConfig) -> Iterator[str]:
@@ -270,9 +225,7 @@ class CheckpointConfig(Base):
         opens="output",
         min_length=1,
     )
-    path: str = option(
-        "./ckpt/checkpoints", "Root of resumable checkpoints.", "ckpt_path", opens="output"
-    )
+    path: str = option("./ckpt/checkpoints", "Root of checkpoints.", "ckpt_path", opens="output")
 
     save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", ge=-1)
     save_hf: bool = switch("Export a model with each checkpoint.", "save_hf_ckpt")
@@ -282,16 +235,11 @@ class CheckpointConfig(Base):
         float("inf"), "Size cap of all checkpoints in GB.", "max_ckpt_mem", gt=0, allow_inf_nan=True
     )
     grace_s: float = option(
-        120.0,
-        "Seconds that a run may go on after Ctrl-C or SIGTERM, to end its step and save.",
-        gt=0,
+        120.0, "Seconds to end the step and save after Ctrl-C or SIGTERM.", gt=0
     )
     load_enable: bool = switch("Resume from the checkpoint root.", "load_checkpoint")
     best_metric_key: str = option(
-        "",
-        "Pass rate whose best model is kept; empty: the first *_pass1, beside checkpoints; "
-        "`none`: off.",
-        flat=False,
+        "", "Pass rate whose best model is kept; empty: the first *_pass1; none: off.", flat=False
     )
 
     @property
@@ -314,7 +262,7 @@ class WandbConfig(Base):
     org: str | None = option(None, "W&B entity.", "wandb_org")
     group: str | None = option(None, "W&B group.", "wandb_group")
     project: str = option("openrlhf", "W&B project.", "wandb_project")
-    run_name: str = option(lambda: timed_name("run"), "Name of the run.", "wandb_run_name")
+    run_name: str = option("run", "Name of the run.", "wandb_run_name")
 
 
 class LoggerConfig(Base):
@@ -324,8 +272,7 @@ class LoggerConfig(Base):
     wandb: WandbConfig = WandbConfig()
     tensorboard_dir: str | None = option(
         None,
-        "TensorBoard directory, with a folder for each --wandb_run_name; `true`: `tensorboard` in "
-        "the run folder.",
+        "TensorBoard directory; true: `tensorboard` in the run folder.",
         "use_tensorboard",
         meanings={"report_to": {"tensorboard": "true", "all": "true"}},
         bare="true",
@@ -336,7 +283,8 @@ class LoggerConfig(Base):
 
 def logger_of(project: str, stem: str) -> LoggerConfig:
     """Return the logging of a command: its W&B project, and the name of its runs."""
-    return LoggerConfig(wandb=WandbConfig(project=project, run_name=timed_name(stem)))
+    name = f"{stem}_{datetime.now():%m%dT%H:%M}"
+    return LoggerConfig(wandb=WandbConfig(project=project, run_name=name))
 
 
 class TextDataConfig(Base):
@@ -344,29 +292,19 @@ class TextDataConfig(Base):
     model is loaded, and how far it is trusted.
     """
 
-    apply_chat_template: bool = switch(
-        "Use the tokenizer's chat template; unset: for message lists."
-    )
-    tokenizer_chat_template: str | None = option(
-        None, "A chat template to use instead.", opens="template"
-    )
-    input_template: str | None = option(
-        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it."
-    )
+    apply_chat_template: bool = switch("Use the chat template; unset: for message lists.")
+    tokenizer_chat_template: str | None = option(None, "Another chat template.", opens="template")
+    input_template: str | None = option("User: {}\nAssistant: ", "Text with {} for the prompt.")
     expect_rows: str | None = option(
         None, "Rows the data must have before --max_samples; of several data sets with commas."
     )
-    expect_sha256: str | None = option(
-        None, "SHA-256 of the data's file; of several files with commas."
-    )
+    expect_sha256: str | None = option(None, "SHA-256 of the data's file; several with commas.")
     duplicate_ids: Literal["error", "keep"] = option(
         "error", "Rows of a data set with the same `id`: refused, or kept."
     )
     input_key: str = option("input", "Column of the prompt, text or messages.")
     max_samples: int = option(
-        1_000_000,
-        "Most rows of each data set and of all together; evaluation data is capped alike.",
-        gt=0,
+        1_000_000, "Most rows of each data set and of all; evaluation data is capped alike.", gt=0
     )
     prompt_max_len: int = option(
         1024, "Most tokens in a prompt; RL, unset with --max_len: what the response leaves.", gt=0
@@ -375,9 +313,7 @@ class TextDataConfig(Base):
         "filter", "Prompts over --prompt_max_len: counted and left out, cut, or refused."
     )
     allow_special_tokens: bool = switch(
-        "Control tokens spelled in plain-text columns are control tokens; false: text, for data "
-        "that is not trusted. In messages they are always text.",
-        default=True,
+        "Control tokens in plain-text columns are read as such; false: as text.", default=True
     )
 
 
@@ -391,7 +327,7 @@ class RewardModelsConfig(Base):
         None, "Weights of several reward models; unset: 1 each.", "reward_weights"
     )
     normalize_enable: bool = switch(
-        "(score - mean) / std, both from the model's config.", "normalize_reward"
+        "(score - mean) / std of the model's config.", "normalize_reward"
     )
 
     @property
@@ -415,23 +351,17 @@ class EvalConfig(Base):
     dataset: str | None = option(None, "Evaluation data.", "eval_dataset", opens="data")
     split: str = option("train", "Split of the evaluation data.", "eval_split")
     steps: int = option(
-        -1,
-        "Evaluate every N global steps; -1: at the end of each epoch. RL: before the first and "
-        "after the last in any case, with -1 only then.",
-        "eval_steps",
-        ge=-1,
+        -1, "Evaluate every N steps; -1: after each epoch, RL: first and last.", "eval_steps", ge=-1
     )
     temperature: float = option(0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0)
-    n_samples_per_prompt: int = option(
-        4, "Samples of a prompt: k of pass@k.", "eval_n_samples_per_prompt", gt=0
-    )
+    n_samples_per_prompt: int = option(4, "k of pass@k.", "eval_n_samples_per_prompt", gt=0)
 
 
 class TrainConfig(Base):
     """`train.*`: batches, epochs and randomness."""
 
     batch_size: int = option(
-        128, "Samples in an optimizer step.", "train_batch_size", gt=0, at_resume="refused"
+        128, "Samples in an update.", "train_batch_size", gt=0, at_resume="refused"
     )
     micro_batch_size: int = option(
         8,
@@ -442,18 +372,13 @@ class TrainConfig(Base):
     )
     max_epochs: int = option(1, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
     seed: int = option(42, "Seed of everything random.", ge=0, lt=2**32, at_resume="refused")
-    dynamic_batch_enable: bool = switch(
-        "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
-    )
+    dynamic_batch_enable: bool = switch("Micro-batches by tokens.", "use_dynamic_batch")
     max_tokens_per_gpu: int = option(
         16192, "Token budget of a training micro-batch.", "train_max_tokens_per_gpu", gt=0
     )
     full_determinism_enable: bool = switch("Deterministic kernels only.", "full_determinism")
     rank_timeout_s: float = option(
-        600.0,
-        "Seconds that a rank may take to say that it lives, and on Ray for a micro-batch; ranks "
-        "wait for one another three times as long.",
-        gt=0,
+        600.0, "Seconds for a sign of life or a micro-batch; ranks wait three times that.", gt=0
     )
 
     @property
@@ -466,41 +391,6 @@ class TrainConfig(Base):
         """Describe what a training micro-batch holds."""
         budget = self.token_budget
         return f"{self.micro_batch_size} rows" if budget is None else f"at most {budget} tokens"
-
-
-class CommandConfig(Base):
-    """Top of every command's tree."""
-
-    # Section -> the leaves of it that the command has; all of those that are not named here.
-    shows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-
-    use_ms: bool = switch("ModelScope instead of the Hugging Face hub.")
-    trust_remote_code: bool = switch("Run Python files that come with a model or tokenizer.")
-
-    def derived(self) -> Iterator[tuple[str, object]]:
-        """Yield leaves whose default follows from the rest; each is applied before the next."""
-        yield from ()
-
-    @model_validator(mode="after")
-    def fill_derived(self) -> Self:
-        """Put derived defaults in while the tree is being built; it is complete from then on."""
-        for path, value in self.derived():
-            section, _, rest = path.partition(".")
-            part = with_value(getattr(self, section), rest, value)
-            object.__setattr__(self, section, part)
-        return self
-
-    def problems(self) -> Iterator[str]:
-        """Yield one line for everything that is missing or contradicts something else."""
-        for leaf in walk(type(self)):
-            if leaf.needed and is_blank(value_at(self, leaf.path)):
-                remedy = " or ".join(leaf.choices) or REMEDIES.get(leaf.opens or "", "a text")
-                yield f"No {leaf.needed} is named. Type {leaf.flag} with {remedy}."
-
-    def notices(self) -> Iterator[str]:
-        """Yield one line for everything a user should know before the run starts."""
-        if self.trust_remote_code:
-            yield Caution("--trust_remote_code: Python files that come with the models are run.")
 
 
 class RunConfig(CommandConfig):
@@ -518,7 +408,8 @@ class RunConfig(CommandConfig):
             stem = type(self).__name__.removesuffix("Config").lower()
             yield "ckpt.output_dir", timed_folder(stem)
         if self.logger.tensorboard_dir == "true":
-            yield "logger.tensorboard_dir", f"{self.ckpt.output_dir}/tensorboard"
+            named = os.environ.get("TENSORBOARD_LOGGING_DIR")
+            yield "logger.tensorboard_dir", named or f"{self.ckpt.output_dir}/tensorboard"
 
     def problems(self) -> Iterator[str]:
         """Add checkpoints that hold neither what training goes on from nor a model."""

@@ -4,15 +4,23 @@ What a field opens stands beside it in its declaration. A name that may be one o
 the hub; what is in a file is the business of whoever reads it.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from openrlhf.config.base import DATA_SUFFIXES, REMEDIES, Option, is_blank, is_given, value_at, walk
-from openrlhf.config.common import CommandConfig, RunConfig
+from openrlhf.config.base import (
+    DATA_SUFFIXES,
+    REMEDIES,
+    SCHEME,
+    CommandConfig,
+    Option,
+    is_blank,
+    is_given,
+    value_at,
+    walk,
+)
+from openrlhf.config.common import RunConfig
 
 MODEL_FILES = ("config.json", "adapter_config.json")
 LISTS = ("models", "data", "code")  # with commas between
@@ -22,9 +30,8 @@ OUTPUTS = ("output", "output_file")
 def named_things(config: CommandConfig) -> Iterator[tuple[Option, str, list[str]]]:
     """Yield every leaf that names files, folders or ids; what they are, of REMEDIES; the names."""
     for option in walk(type(config)):
-        opens, value = option.opens, value_at(config, option.path)
-        if opens is not None and not is_blank(value):
-            yield option, opens, names_in(opens, value)
+        if option.opens and not is_blank(value := value_at(config, option.path)):
+            yield option, option.opens, names_in(option.opens, value)
 
 
 def path_problems(config: CommandConfig) -> Iterator[str]:
@@ -41,10 +48,9 @@ def path_problems(config: CommandConfig) -> Iterator[str]:
 
 def reads_from(config: CommandConfig, folder: Path) -> bool:
     """Return True if a model, data set or other input of this config lies in a folder."""
-    root = folder.resolve()
-    inputs = ((o, names) for _, o, names in named_things(config) if o not in OUTPUTS)
-    paths = (_path_of(opens, name) for opens, names in inputs for name in names)
-    return any(root in (p.resolve(), *p.resolve().parents) for p in paths if p is not None)
+    inputs = [thing for thing in named_things(config) if thing[1] not in OUTPUTS]
+    paths = [_path_of(opens, name) for _, opens, names in inputs for name in names]
+    return any(path.resolve().is_relative_to(folder.resolve()) for path in paths if path)
 
 
 def is_local_data(spec: str | None) -> bool:
@@ -123,7 +129,7 @@ def _path_of(opens: str, name: str) -> Path | None:
     if opens == "code":
         file, colon, _ = name.rpartition(":")  # `file.py:name` of a function
         place = file if colon and file.endswith(".py") else name
-        return _expanded(place) if looks_local(place) and "://" not in name else None
+        return _expanded(place) if looks_local(place) and not SCHEME.match(name) else None
     folder, at, subset = name.rpartition("@")
     if opens == "data" and at and os.path.isdir(_expanded(folder)):
         return path if os.path.exists(path) else _expanded(folder) / subset

@@ -3,16 +3,13 @@
 Field path = dotted flag; names after the help text are flat flags and what Hugging Face users type.
 """
 
-from __future__ import annotations
-
-import re
 from collections.abc import Iterator
 from itertools import product
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, field_validator
 
-from openrlhf.config.base import Base, Caution, is_blank, is_given, option, switch
+from openrlhf.config.base import SCHEME, Base, Caution, is_blank, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
@@ -51,7 +48,6 @@ KNOWN_AS = {
     "reinforce++-baseline": "reinforce_baseline",
     "drgrpo": "dr_grpo",
 }
-POLICY_LOSS_NAMES = ("ppo", "gspo", "cispo", "sapo")
 
 
 def rising(value: tuple[float, float]) -> tuple[float, float]:
@@ -70,8 +66,7 @@ class PlacementConfig(Base):
     num_nodes: int = option(1, "Nodes of the model.", "{model}num_nodes", ge=1)
     num_gpus_per_node: int | None = option(
         None,
-        "GPUs on each node (CPU ranks where there is no GPU); unset: as a model it is colocated "
-        "with, else all visible ones that others leave, one CPU rank.",
+        "GPUs (else CPU ranks) on each node; unset: as a colocated model, else all that are left.",
         "{model}num_gpus_per_node",
         ge=1,
     )
@@ -89,26 +84,12 @@ class ActorConfig(OptimizerConfig, ModelConfig, PlacementConfig):
     adam: AdamConfig = AdamConfig(lr=1e-6)
     policy_loss_type: str = option(
         "ppo",
-        "ppo: token ratios; gspo: sequence ratios; cispo: capped weights; sapo: a soft gate; or "
-        "your own function as module:name or file.py:name.",
+        "ppo, gspo, cispo, sapo, or your own function as module:name or file.py:name.",
         opens="code",
+        pattern="^(ppo|gspo|cispo|sapo|.*:.*)$",
+        forms="one of ppo, gspo, cispo, sapo, or module:name or file.py:name of a function",
     )
-    sapo_tau: tuple[float, float] = option(
-        (1.0, 1.05), "Steepness of SAPO's gate for good and for bad tokens."
-    )
-
-    @field_validator("policy_loss_type")
-    @classmethod
-    def check_policy_loss_type(cls, value: str) -> str:
-        """Raise ValueError for a name that is neither known nor an import path."""
-        if value not in POLICY_LOSS_NAMES and ":" not in value:
-            names = ", ".join(POLICY_LOSS_NAMES)
-            raise ValueError(
-                f"it is not known. Type one of {names}, or module:name or file.py:name of a "
-                "function"
-            )
-        return value
-
+    sapo_tau: tuple[float, float] = option((1.0, 1.05), "Steepness of SAPO's gate, good and bad.")
     eps_clip: float = option(0.2, "Clip range of the ratio.", gt=0)
     eps_clip_low_high: tuple[float, float] | None = option(
         None, "Clip ranges below and above; unset: --eps_clip twice."
@@ -118,9 +99,7 @@ class ActorConfig(OptimizerConfig, ModelConfig, PlacementConfig):
     entropy_coef: float | None = option(
         None, "Unset: entropy is not computed; 0: logged; above: bonus.", "entropy_loss_coef", ge=0
     )
-    ptx_coef: float = option(
-        0.05, "Weight of the language-modelling loss on --pretrain_data.", ge=0
-    )
+    ptx_coef: float = option(0.05, "Weight of the language loss on --pretrain_data.", ge=0)
     freeze_visual_encoder: bool = switch("Train language parameters only.")
 
 
@@ -136,9 +115,7 @@ class CriticConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
     )
     adam: AdamConfig = AdamConfig(lr=9e-6)
     value_clip: float = option(0.5, "Clip range of value changes.", gt=0)
-    freezing_steps: int = option(
-        -1, "The first N steps train the critic alone.", "freezing_actor_steps"
-    )
+    freezing_steps: int = option(-1, "First steps, for the critic alone.", "freezing_actor_steps")
     save_value_network: bool = switch("Export the critic at the end.")
 
 
@@ -146,57 +123,34 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
     """`reward.*`: where rewards come from and how they are shaped."""
 
     remote_url: str | None = option(
-        None,
-        "A .py file with reward_func, or URLs of reward servers with commas between.",
-        "remote_rm_url",
-        opens="code",
+        None, "A .py file with reward_func, or URLs of servers.", "remote_rm_url", opens="code"
     )
     failure: str = option(
         "fail",
         "When a reward cannot be had: fail, drop_group, retry or retry(n).",
         "reward_failure",
+        pattern=r"^(fail|drop_group|retry(\(0*[1-9]\d*\))?)$",
+        forms="fail, drop_group, retry or 'retry(5)'",
     )
-
-    @field_validator("failure")
-    @classmethod
-    def check_failure(cls, value: str) -> str:
-        """Raise ValueError for a policy that is not one of three."""
-        if not re.fullmatch(r"fail|drop_group|retry(\(0*[1-9]\d*\))?", value):
-            raise ValueError("it is not known. Type fail, drop_group, retry or 'retry(5)'")
-        return value
-
     max_dropped: float = option(
-        0.01,
-        "Share of a step's prompts that --reward_failure drop_group may drop; more end the run.",
-        "reward_max_dropped",
-        ge=0,
-        lt=1,
+        0.01, "Share of prompts that drop_group may drop.", "reward_max_dropped", ge=0, lt=1
     )
     timeout_s: float = option(
-        300.0,
-        "Seconds for one call of a reward function, or for all tries of a request to servers.",
-        "reward_timeout_s",
-        gt=0,
+        300.0, "Seconds for a reward call, with all tries at servers.", "reward_timeout_s", gt=0
     )
     try_timeout_s: float = option(
-        60.0, "Seconds for one try at a reward server.", "reward_try_timeout_s", gt=0
+        60.0, "Seconds for one try at a server.", "reward_try_timeout_s", gt=0
     )
     memory_gib: float = option(
-        8.0,
-        "Memory in GiB of each process that calls a reward function.",
-        "reward_memory_gib",
-        gt=0,
+        8.0, "Memory in GiB of a process for reward functions.", "reward_memory_gib", gt=0
     )
     num_workers: int | None = option(
-        None,
-        "Processes that call a reward function; unset: one a core, at least 4, at most 16.",
-        "reward_num_workers",
-        ge=1,
+        None, "Such processes; unset: one a core, 4 to 16.", "reward_num_workers", ge=1
     )
     clip_range: Band = option((-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range")
 
     overlong_buffer_len: float | None = option(
-        None, "Tokens before the limit in which a penalty grows (DAPO).", gt=0
+        None, "Tokens at the end where a penalty grows (DAPO).", gt=0
     )
     overlong_penalty_factor: float = option(1.0, "The penalty at the limit.", ge=0)
     stop_properly_penalty_coef: float | None = option(
@@ -207,21 +161,19 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
     def is_function_file(self) -> bool:
         """Return True if the reward comes from a function in a local file."""
         url = self.remote_url or ""
-        return url.endswith(".py") and "," not in url and "://" not in url
+        return url.endswith(".py") and "," not in url and not SCHEME.match(url)
 
 
 class RolloutConfig(Base):
     """`rollout.*`: how samples are made."""
 
     batch_size: int = option(
-        1024, "Prompts in a step.", "rollout_batch_size", gt=0, at_resume="refused"
+        1024, "Prompts a step.", "rollout_batch_size", gt=0, at_resume="refused"
     )
     micro_batch_size: int = option(
-        8, "Samples in one forward pass of a device.", "micro_rollout_batch_size", gt=0
+        8, "Samples in one forward pass.", "micro_rollout_batch_size", gt=0
     )
-    vllm_generate_batch_size: int | None = option(
-        None, "Prompts generated at once; unset: a step's.", gt=0
-    )
+    vllm_generate_batch_size: int | None = option(None, "Prompts at once; unset: a step's.", gt=0)
     n_samples_per_prompt: int = option(
         1,
         f"Samples of a prompt; unset: 1, for group estimators {DEFAULT_GROUP_SIZE}.",
@@ -236,16 +188,10 @@ class RolloutConfig(Base):
     temperature: float = option(1.0, "Sampling temperature.", gt=0)
     top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
     max_tokens_per_gpu: int | None = option(
-        None,
-        "Token budget of a forward pass; unset: --train_max_tokens_per_gpu.",
-        "rollout_max_tokens_per_gpu",
-        gt=0,
+        None, "Tokens in a forward pass; unset: as training.", "rollout_max_tokens_per_gpu", gt=0
     )
     num_kept_files: int = option(
-        1000,
-        "Files of samples that stay in the run folder, one a step; the oldest go.",
-        flat=False,
-        ge=1,
+        1000, "Files of samples (one a step) that stay in the run folder.", flat=False, ge=1
     )
 
 
@@ -254,32 +200,26 @@ class VLLMConfig(Base):
 
     num_engines: int | None = option(
         None,
-        "Engines; unset: one for each rank group of the actor (train_ppo: none), 0: the actor "
+        "Engines; unset: one for each rank group of the actor (train_ppo: none); 0: the actor "
         "generates itself.",
         "vllm_num_engines",
         ge=0,
     )
     tensor_parallel_size: int = option(1, "GPUs of an engine.", "vllm_tensor_parallel_size", ge=1)
     sync_backend: Literal["nccl", "gloo"] = option(
-        "nccl", "How weights travel between GPUs.", "vllm_sync_backend"
+        "nccl", "Transport of weights.", "vllm_sync_backend"
     )
     sync_with_ray: bool = switch(
-        "Send weights through Ray's object store: where NCCL or gloo cannot connect the nodes.",
-        "vllm_sync_with_ray",
+        "Send weights through Ray, where NCCL and gloo cannot connect.", "vllm_sync_with_ray"
     )
     enable_prefix_caching: bool = switch("Cache common prefixes between weight updates.")
     enforce_eager: bool = switch("No CUDA graphs.")
-    enable_sleep: bool = switch(
-        "Engines give memory back while training runs.", "vllm_enable_sleep"
-    )
+    enable_sleep: bool = switch("Engines give memory to training.", "vllm_enable_sleep")
     gpu_memory_utilization: float = option(
         0.95, "Part of GPU memory an engine takes.", "vllm_gpu_memory_utilization", gt=0, le=1
     )
     timeout_s: float = option(
-        300.0,
-        "Seconds an engine with requests may take for the next token, or to say that it lives.",
-        "engine_timeout_s",
-        gt=0,
+        300.0, "Seconds for the next token or sign of life of an engine.", "engine_timeout_s", gt=0
     )
 
 
@@ -297,31 +237,25 @@ class AdvantageConfig(Base):
     lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
     no_std_norm: bool = switch("Do not divide by the standard deviation.", "no_advantage_std_norm")
     is_correction_enable: bool = switch(
-        "Correct for engine and trainer disagreeing.", "enable_vllm_is_correction"
+        "Weigh tokens by trainer / engine.", "enable_vllm_is_correction"
     )
     is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = option(
-        "tis",
-        "A name for level and mode. tis: token, clip; icepop: token, mask; seq-mask-tis: seq, "
-        "mask, survivors clamped.",
+        "tis", "tis: token, clip; icepop: token, mask; seq-mask-tis: seq, mask, clamp survivors."
     )
     is_correction_level: Literal["off", "token", "seq", "sequence", "geometric"] | None = option(
         None,
-        "What the gate is read of: every token, or the mean of a sequence (seq; geometric for the "
-        "ratio). token and seq switch the correction on and weigh tokens; sequence and geometric "
-        "weigh by the ratio of the sequence. Unset: by the type.",
+        "What the gate reads: tokens, or the mean of a sequence; token and seq switch the "
+        "correction on. Unset: by the type.",
     )
     is_correction_mode: Literal["mask", "clip", "truncate"] | None = option(
         None,
-        "What is outside the band is dropped (mask) or held in it (clip; truncate: at its upper "
-        "end only). Unset: by the type; mask where nothing else can be.",
+        "Outside the band: dropped (mask) or held in it (clip; truncate: below HIGH).",
         "is_correction_mode",
         "algo.advantage.is_correction_treatment",
         "is_correction_treatment",
     )
     is_correction_gating: Literal["ratio", "binary_kl", "tv"] = option(
-        "ratio",
-        "What the band is held against: the ratio trainer / engine, or a distance of the two "
-        "probabilities of the sampled token, which has an upper bound only.",
+        "ratio", "What the band holds: the ratio trainer / engine, or a distance of the two."
     )
     is_correction_threshold: Band = option(
         (0.5, 5.0),
@@ -329,9 +263,7 @@ class AdvantageConfig(Base):
         "vllm_is_truncated_threshold",
         "is_correction_threshold",
     )
-    is_correction_clamp_survivors: bool = switch(
-        "What a mask lets pass is weighted by at most HIGH."
-    )
+    is_correction_clamp_survivors: bool = switch("What a mask lets pass weighs at most HIGH.")
 
     @property
     def is_corrected(self) -> bool:
@@ -385,15 +317,12 @@ class KLConfig(Base):
     init_coef: float = option(
         0.01, "KL coefficient; 0 or below: no reference model is started.", "init_kl_coef", "beta"
     )
-    target: float | None = option(
-        None, "KL that the coefficient adapts to; unset: fixed.", "kl_target", gt=0
-    )
+    target: float | None = option(None, "KL to adapt to; unset: fixed.", "kl_target", gt=0)
     horizon: int = option(10_000, "Samples over which it adapts.", "kl_horizon", gt=0)
     estimator: Literal["k1", "k2", "k3"] = option("k1", "KL estimator.", "kl_estimator")
     use_loss: bool = switch("KL in the loss, not in the reward.", "use_kl_loss")
     unbiased_gradient: bool = switch(
-        "With --use_kl_loss: the gradient is that of the KL itself, for every estimator.",
-        "kl_unbiased_gradient",
+        "With --use_kl_loss: the gradient of the KL itself.", "kl_unbiased_gradient"
     )
 
     @field_validator("init_coef")
@@ -413,54 +342,38 @@ class AlgoConfig(Base):
         "What a loss is averaged over.",
         meanings={"actor.loss_agg_mode": LOSS_AGG_MODES},
     )
-    dynamic_filtering_enable: bool = switch(
-        "Replace groups without a learning signal (DAPO).", "dynamic_filtering"
-    )
+    dynamic_filtering_enable: bool = switch("Replace groups without a signal.", "dynamic_filtering")
     dynamic_filtering_range: Band = option(
         (0.0, 1.0), "Mean score of a group that is kept.", "dynamic_filtering_reward_range"
     )
 
-    dynamic_filtering_max_empty: int = option(
-        10, "Batches without a kept group before stopping.", gt=0
-    )
+    dynamic_filtering_max_empty: int = option(10, "Batches without a group before stopping.", gt=0)
 
 
 class PPOTrainConfig(TrainConfig):
     """`train.*`: steps, memory and placement."""
 
     max_epochs: int = option(1, "Passes over a step's samples.", gt=0, at_resume="refused")
-    num_episodes: int = option(
-        1, "Passes over the prompts.", "num_episodes", "num_train_epochs", gt=0
-    )
+    num_episodes: int = option(1, "Passes over prompts.", "num_episodes", "num_train_epochs", gt=0)
     colocate_all: bool = switch("All models and engines share the GPUs.", "colocate_all_models")
     colocate_actor_ref: bool = switch("Actor and reference share GPUs.")
     colocate_critic_reward: bool = switch("Critic and reward model share GPUs.")
     enable_ema: bool = switch(
-        "Export an average of the weights; the last ones go to its folder policy.",
-        at_resume="refused",
+        "Export an average of the weights, the last ones in its policy/.", at_resume="refused"
     )
     ema_beta: float = option(0.992, "Decay of the average.", ge=0, lt=1)
     async_enable: bool = switch(
-        "Generate while training; engines have devices of their own.",
-        "async_train",
-        at_resume="refused",
+        "Generate while training, on own devices.", "async_train", at_resume="refused"
     )
     async_queue_size: int = option(
-        1,
-        "Updates a sample may be behind when it is trained on.",
-        env="OPENRLHF_ASYNC_QUEUE_SIZE",
-        gt=0,
+        1, "Most updates a sample may be behind.", env="OPENRLHF_ASYNC_QUEUE_SIZE", gt=0
     )
-    async_num_tasks: int = option(
-        128, "Agents an engine runs.", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0
-    )
+    async_num_tasks: int = option(128, "Agents of an engine.", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0)
     partial_rollout_enable: bool = switch(
         "Weights change under running samples instead of after them.", "partial_rollout"
     )
     agent_func_path: str | None = option(None, "A .py file with AgentExecutor.", opens="file")
-    agent_timeout_s: float = option(
-        3600.0, "Seconds for an agent's episode, generation included.", gt=0
-    )
+    agent_timeout_s: float = option(3600.0, "Seconds for an agent's whole episode.", gt=0)
 
 
 class PPODataConfig(TextDataConfig):
@@ -479,20 +392,16 @@ class PPODataConfig(TextDataConfig):
     )
     prompt_split: str = option("train", "Split of the prompts.")
     max_len: int | None = option(
-        None, "Most tokens of prompt and response; unset: both limits together.", gt=0
+        None, "Most tokens of prompt + response; unset: both limits.", gt=0
     )
     label_key: str | None = option(None, "Column handed to the reward function.")
     pretrain_dataset: str | None = option(
         None, "Text whose language-modelling loss is mixed in.", "pretrain_data", opens="data"
     )
-    pretrain_probs: str | None = option(
-        None, "Mixing probabilities of --pretrain_data.", "pretrain_data_probs"
-    )
+    pretrain_probs: str | None = option(None, "Mixing of --pretrain_data.", "pretrain_data_probs")
     pretrain_split: str = option("train", "Split of --pretrain_data.")
     pretrain_key: str = option("text", "Column of the text in --pretrain_data.")
-    max_images_per_prompt: int = option(
-        0, "Images of a prompt; above 0: a vision-language model.", ge=0
-    )
+    max_images_per_prompt: int = option(0, "Images of a prompt (vision-language models).", ge=0)
 
 
 class PPOConfig(RunConfig):
@@ -676,15 +585,11 @@ class PPOConfig(RunConfig):
             )
             return
         if train.partial_rollout_enable:
-            yield (
-                "--partial_rollout changes weights under running samples, and without "
-                "--async_train none run then. Add --async_train."
-            )
+            yield "--partial_rollout needs --async_train. Add it, or leave --partial_rollout out."
         if size is not None and size > self.rollout.batch_size:
             yield (
                 f"--vllm_generate_batch_size {size} is more than --rollout_batch_size "
-                f"{self.rollout.batch_size}: only --async_train generates ahead. Add it, or type "
-                f"--vllm_generate_batch_size {self.rollout.batch_size}."
+                f"{self.rollout.batch_size}. Add --async_train, which generates ahead."
             )
 
     def notices(self) -> Iterator[str]:

@@ -5,20 +5,12 @@ users type. The token of serve_rm is no field: it comes from a file or the envir
 written nowhere.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from openrlhf.config.base import Base, option, switch
-from openrlhf.config.common import (
-    CommandConfig,
-    DeepSpeedConfig,
-    ModelConfig,
-    RewardModelsConfig,
-    clashes,
-)
+from openrlhf.config.base import Base, CommandConfig, option, switch
+from openrlhf.config.common import DeepSpeedConfig, ModelConfig, RewardModelsConfig, clashes
 from openrlhf.config.supervised import ANSWERED, DatasetConfig
 
 MIB = 1 << 20
@@ -32,9 +24,7 @@ class SamplingConfig(Base):
     greedy_sampling: bool = switch("Always the likeliest token.")
     top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
     temperature: float = option(1.0, "Sampling temperature; 0: greedy.", ge=0)
-    repetition_penalty: float = option(
-        1.0, "Above 1: tokens that were there are less likely.", gt=0
-    )
+    repetition_penalty: float = option(1.0, "Above 1: fewer repeated tokens.", gt=0)
 
     max_new_tokens: int = option(1024, "Most tokens in an answer.", gt=0)
     best_of_n: int = option(1, "Answers to each prompt.", gt=0)
@@ -52,9 +42,7 @@ class CSFTConfig(Base):
 
     enable: bool = switch("Append the prompt that asks for a reward.", "enable_csft")
     prompt: str = option(
-        "<rm_score>: 5.00",
-        "That prompt; with {input} in it, a text around the prompt instead, as --reward_template.",
-        "csft_prompt",
+        "<rm_score>: 5.00", "That prompt, or with {input}, a text around it.", "csft_prompt"
     )
 
 
@@ -76,15 +64,10 @@ class InferenceRewardConfig(Base):
 
     post_processor: Literal["rs", "csft", "iter_dpo"] | None = option(
         None,
-        "Keep the best answer (rs), the best and the worst (iter_dpo), or write the score into "
-        "the prompt (csft). `null`: all answers with their scores.",
+        "Keep the best (rs), best and worst (iter_dpo); score into the prompt (csft); null: all.",
     )
     normalize_enable: bool = switch("csft: z-scores instead of scores.", "normalize_reward")
-    template: str | None = option(
-        None,
-        "csft: text with {input} and {reward}; unset: `{input} <rm_score>: {reward} `.",
-        "reward_template",
-    )
+    template: str | None = option(None, "csft: text with {input} and {reward}.", "reward_template")
 
 
 class BatchInferenceConfig(CommandConfig):
@@ -98,13 +81,9 @@ class BatchInferenceConfig(CommandConfig):
 
     local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
     eval_task: Literal["generate_vllm", "generate", "rm"] | None = option(
-        None,
-        "Answer with vLLM, answer with Hugging Face, or score with a reward model.",
-        needed="task",
+        None, "Answer with vLLM or Hugging Face, or score with a reward model.", needed="task"
     )
-    output_path: str | None = option(
-        None, "The .jsonl file to write.", needed="output", opens="output_file"
-    )
+    output_path: str | None = option(None, ".jsonl to write.", needed="output", opens="output_file")
     micro_batch_size: int = option(16, "Rows in a forward pass of one device.", gt=0)
     seed: int = option(1234, "Seed of everything random.", ge=0, lt=2**32)
     full_determinism: bool = switch("Deterministic kernels only.")
@@ -140,12 +119,10 @@ class LoraCombinerConfig(CommandConfig):
 
     shows: ClassVar = {"ds": ("param_dtype",)}
 
-    model_path: str | None = option(
-        None, "Base model: hub id or path.", needed="base model", opens="model"
-    )
+    model_path: str | None = option(None, "Base model.", needed="base model", opens="model")
     lora_path: str | None = option(None, "Folder of the adapter.", needed="adapter", opens="folder")
     output_path: str | None = option(
-        None, "Folder to write the merged model to.", needed="output", opens="output"
+        None, "Folder of the merged model.", needed="output", opens="output"
     )
     is_rm: bool = switch("The model is a reward model.")
     ds: DeepSpeedConfig = DeepSpeedConfig()
@@ -202,19 +179,11 @@ class ServerLimitsConfig(Base):
     max_body_mib: float = option(16, "Largest request, in MiB.", flat=False, gt=0)
     max_queries: int = option(4096, "Most texts in a request.", flat=False, gt=0)
     max_chars: int = option(1_000_000, "Most characters in a text.", flat=False, gt=0)
-    max_requests: int = option(
-        512, "Most requests at a time; more are sent away (503).", flat=False, gt=0
-    )
-    max_connections: int = option(
-        1024, "Most open connections; more are sent away (503).", flat=False, gt=0
-    )
+    max_requests: int = option(512, "Most requests at a time; else 503.", flat=False, gt=0)
+    max_connections: int = option(1024, "Most open connections; else 503.", flat=False, gt=0)
     max_tokens_per_forward: int = option(16384, "Most tokens in a forward pass.", flat=False, gt=0)
-    receive_timeout_s: float = option(
-        20, "Seconds for the body of a request to arrive.", flat=False, gt=0
-    )
-    stop_timeout_s: float = option(
-        60, "Seconds to answer what is in flight when stopped.", flat=False, gt=0
-    )
+    receive_timeout_s: float = option(20, "Seconds for a body to arrive.", flat=False, gt=0)
+    stop_timeout_s: float = option(60, "Seconds to answer the last requests.", flat=False, gt=0)
 
     @property
     def max_body_bytes(self) -> int:
@@ -231,19 +200,11 @@ class ServeRewardConfig(CommandConfig):
     }
 
     host: str = option(
-        "127.0.0.1",
-        "Address to listen on. Others than this machine's loopback need a token: "
-        "--token_file, or OPENRLHF_REWARD_TOKEN in the environment.",
+        "127.0.0.1", "Address; another than loopback needs --token_file or OPENRLHF_REWARD_TOKEN."
     )
     port: int = option(5000, "Port; 0: a free one, which is said.", ge=0, le=65535)
-    token_file: str | None = option(
-        None, "File with the token that clients must send.", opens="file"
-    )
-    batch_size: int | None = option(
-        None,
-        "Most texts in a forward pass; unset: as many as --limits.max_tokens_per_forward allows.",
-        gt=0,
-    )
+    token_file: str | None = option(None, "File with the token of clients.", opens="file")
+    batch_size: int | None = option(None, "Most texts in a forward pass; unset: by tokens.", gt=0)
     reward: ServedRewardConfig = ServedRewardConfig()
     data: DatasetConfig = DatasetConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig()

@@ -5,8 +5,6 @@ Field path = dotted flag; the names after the help text are the flat flag and wh
 users type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -62,23 +60,17 @@ class DatasetConfig(TextDataConfig):
         "filter", "Rows over --max_len: counted and left out, cut, or refused."
     )
     output_key: str | None = option(
-        None, "Column of the answer; unset: `completion`, or the last message of a chat."
+        None, "Column of the answer; unset: `completion`, or the last message."
     )
     multiturn: bool = switch("Learn every assistant turn.")
-    prompt_key: str | None = option(
-        None, "Column of the prompt; unset: `prompt` if there is one, else no column."
-    )
+    prompt_key: str | None = option(None, "Column of the prompt; unset: `prompt`, if it is there.")
     chosen_key: str = option("chosen", "Column of the better answer.")
     rejected_key: str = option("rejected", "Column of the worse answer.")
-    label_key: str = option(
-        "label", "Column of the label: 1 good, 0 bad (train_prm: one for each step end)."
-    )
+    label_key: str = option("label", "Column of the label: 1 good, 0 bad (train_prm: one a step).")
     overlong_texts: Literal["error", "truncate_left", "truncate_right"] = option(
         "error", "Texts over --max_len: refused, or cut and marked in the answer."
     )
-    ta_prompt: str | None = option(
-        None, "File whose text stands before the conversation.", opens="file"
-    )
+    ta_prompt: str | None = option(None, "File of a text before the conversation.", opens="file")
 
 
 # Leaves of `data.*`: of every command that reads rows, and of those that train.
@@ -136,9 +128,7 @@ class RMModelConfig(ModelConfig):
     loss_type: Literal["sigmoid", "logexp"] = option(
         "sigmoid", "-log sigmoid(difference), or log(1 + exp(-difference)).", "loss"
     )
-    margin_loss_enable: bool = switch(
-        "Subtract the column `margin` from the difference.", "margin_loss"
-    )
+    margin_loss_enable: bool = switch("Subtract the column `margin`.", "margin_loss")
 
 
 class RMConfig(SupervisedConfig):
@@ -162,15 +152,10 @@ class DPOModelConfig(ModelConfig):
     ipo_enable: bool = switch("The same as --loss_type ipo.", "ipo")
     beta: float = option(0.1, "Strength of the preference.", gt=0)
     label_smoothing: float = option(
-        0.0,
-        f"Part of the labels taken as wrong (cDPO); unset with exo_pair: {EXO_LABEL_SMOOTHING}.",
-        ge=0,
-        lt=0.5,
+        0.0, f"Part of labels that is wrong; exo_pair: {EXO_LABEL_SMOOTHING}.", ge=0, lt=0.5
     )
     ipo_length_average: bool = switch("IPO on the mean log-probability of a token, not on sums.")
-    simpo_gamma: float = option(
-        0.5, "Margin of SimPO, subtracted from beta times the difference.", ge=0
-    )
+    simpo_gamma: float = option(0.5, "Margin of SimPO, subtracted from the difference.", ge=0)
     nll_loss_coef: float = option(0.0, "Weight of the language-model loss on better answers.", ge=0)
 
 
@@ -269,13 +254,10 @@ class KTOConfig(SupervisedConfig):
 class PRMModelConfig(ModelConfig):
     """`model.*` of train_prm."""
 
-    placeholder_token: str | None = option(
-        None, "The one token at which a step ends.", needed="step end"
-    )
+    placeholder_token: str | None = option(None, "Token at which a step ends.", needed="step end")
     reward_tokens: tuple[str, ...] | None = option(
         None,
-        "Tokens a label may be, the good one first; labels that are numbers need exactly two. "
-        "Unset: any token.",
+        "Tokens a label may be, the good one first (numbers as labels need two); unset: any.",
         min_length=2,
     )
 
@@ -311,14 +293,7 @@ class TeacherConfig(Base):
 class KDLossConfig(Base):
     """`kd.*`: what is learnt from the teacher, and on whose answers."""
 
-    coef: float = option(
-        0.4,
-        "Weight of distillation; the rest is the language-model loss. Unset with --kd_on_policy: "
-        "1.",
-        "kd_coef",
-        ge=0,
-        le=1,
-    )
+    coef: float = option(0.4, "Weight of distillation; on-policy: 1.", "kd_coef", ge=0, le=1)
     divergence: Literal["forward", "reverse", "jsd"] = option(
         "forward", "KL(teacher, student), KL(student, teacher), or Jensen-Shannon.", "kd_divergence"
     )
@@ -326,10 +301,7 @@ class KDLossConfig(Base):
         "The student answers the prompts, and the teacher scores its answers.", "kd_on_policy"
     )
     max_new_tokens: int = option(
-        512,
-        "Most tokens in an answer of the student; unset: at most half of --max_len.",
-        "kd_max_new_tokens",
-        gt=0,
+        512, "Most tokens of the student; unset: half of --max_len.", "kd_max_new_tokens", gt=0
     )
     temperature: float = option(1.0, "Temperature at which the student answers.", gt=0)
 

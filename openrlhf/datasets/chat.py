@@ -5,8 +5,6 @@ Rendered text holds stand-ins for special tokens spelled in messages (see `TextE
 they say can open or close a turn. Knows templates; knows nothing of token ids.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

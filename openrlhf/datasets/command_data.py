@@ -4,8 +4,6 @@ Files and columns are checked here without a model or a tokenizer, so that what 
 is said together with what is wrong elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -13,8 +11,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from openrlhf.config.base import Base, is_given
-from openrlhf.config.common import CommandConfig, TextDataConfig
+from openrlhf.config.base import Base, CommandConfig, is_given
+from openrlhf.config.common import TextDataConfig
 from openrlhf.config.local_paths import is_local_data
 from openrlhf.config.ppo import PPOConfig, PPODataConfig
 from openrlhf.config.serving import BatchInferenceConfig

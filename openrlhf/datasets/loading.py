@@ -6,8 +6,6 @@ types); what is wrong is found here, before any model is loaded, and named by fi
 no column but `id`: what else a row must hold is the business of the data set classes.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import hashlib

@@ -2,8 +2,6 @@
 with its place.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -5,8 +5,6 @@ the first of two reward tokens (soft: a number from 0 to 1). Knows no loss; the 
 position is where it is taken.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

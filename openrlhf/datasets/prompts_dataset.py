@@ -4,8 +4,6 @@ A literal example: {"input": "2+2=", "answer": "4"} with label_key "answer" beco
 PromptRecord(row_id=0, prompt_text="2+2=", prompt_token_ids=(20, 13, 20, 31), label="4", ...).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,7 +20,6 @@ from openrlhf.datasets.chat import (
     without_answer,
     wrap_input,
 )
-from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.datasets.tokenized import (
     PROMPT_COLUMNS,
     Row,
@@ -32,6 +29,7 @@ from openrlhf.datasets.tokenized import (
     Tokens,
     pick_columns,
 )
+from openrlhf.utils.rollout import PromptRecord
 
 
 class PromptDataset(TokenizedDataset):

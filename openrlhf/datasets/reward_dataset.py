@@ -4,8 +4,6 @@ A side is a whole dialogue, or the answer to the prompt column's prompt. Both si
 as supervised rows are; the targets are what follows the prompt. Knows no loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

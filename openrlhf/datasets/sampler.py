@@ -5,43 +5,35 @@ The cursor is the only state of a run's way through its data; it is two numbers 
 checkpoints as JSON.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 _EPOCH_STRIDE = 1_000_003  # a prime, so that (seed, epoch) pairs of one run never share a generator
 
 
-@dataclass(frozen=True)
-class EpochSampler:
-    """Orders of `num_rows` rows, another for each epoch."""
-
-    num_rows: int
-    seed: int
-
-    def order(self, epoch: int) -> Tensor:
-        """Return the row indices of one epoch, (num_rows,) int64, each exactly once."""
-        generator = torch.Generator().manual_seed(self.seed + _EPOCH_STRIDE * epoch)
-        return torch.randperm(self.num_rows, generator=generator)
+def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:
+    """Return the row indices of one epoch, (num_rows,) int64, each exactly once."""
+    generator = torch.Generator().manual_seed(seed + _EPOCH_STRIDE * epoch)
+    return torch.randperm(num_rows, generator=generator)
 
 
 class PromptCursor:
     """A run's way through its prompts: `num_episodes` passes, a draw never spans two of them."""
 
-    def __init__(self, sampler: EpochSampler, *, num_episodes: int) -> None:
-        self.sampler = sampler
-        self.num_episodes = num_episodes
+    def __init__(self, num_rows: int, seed: int, *, num_episodes: int) -> None:
+        self.num_rows, self.seed, self.num_episodes = num_rows, seed, num_episodes
         self.episode = 0
         self.position = 0  # rows of this episode already drawn
-        self._order = sampler.order(0).tolist()
+        self._order = self.order(0)
+
+    def order(self, episode: int) -> list[int]:
+        """Return the row indices of an episode as they are drawn."""
+        return epoch_order(self.num_rows, self.seed, episode).tolist()
 
     @property
     def is_exhausted(self) -> bool:
         """Return True once every episode has been drawn to its end."""
-        return self.episode >= self.num_episodes or self.sampler.num_rows == 0
+        return self.episode >= self.num_episodes or self.num_rows == 0
 
     def draw(self, num_rows: int) -> list[int]:
         """Return the next row indices: at most `num_rows`, fewer at an episode's end, none when all
@@ -63,8 +55,8 @@ class PromptCursor:
         self._move_to(state["episode"], state["position"])
 
     def _move_to(self, episode: int, position: int) -> None:
-        if position >= self.sampler.num_rows:
+        if position >= self.num_rows:
             episode, position = episode + 1, 0
         if episode != self.episode:
-            self._order = self.sampler.order(episode).tolist()
+            self._order = self.order(episode)
         self.episode, self.position = episode, position

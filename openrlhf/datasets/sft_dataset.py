@@ -5,8 +5,6 @@ fixed before the response begins. The mask covers the response and its end; with
 token but the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -6,8 +6,6 @@ against the length limit and counted by `datasets.Dataset.map`: in several proce
 many rows. The result is kept in the cache of the datasets library.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -77,7 +75,7 @@ _FEATURES = Features(
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How rows are read; each kind of data set has its own fields among these."""
+    """Settings for reading rows; each kind of data set uses its own fields of these."""
 
     input_key: str | None = None  # None: the first usual column that is there; so for each key
     output_key: str | None = None  # None: `usual_output`, `completion`, or the dialogue's last

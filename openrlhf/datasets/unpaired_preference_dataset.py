@@ -4,8 +4,6 @@ Rows are read as supervised rows with a label beside them. Prompt and response c
 because the KL estimate of KTO puts a prompt before another row's response.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

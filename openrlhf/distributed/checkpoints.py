@@ -8,8 +8,6 @@ pointed to. A save that fails costs a line, several in a row the run. What is in
 caller's business.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

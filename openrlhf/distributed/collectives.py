@@ -5,8 +5,6 @@ identity there) and without CUDA (gloo, DeepSpeed on CPU). Every rank must bring
 numbers.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

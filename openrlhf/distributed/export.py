@@ -6,8 +6,6 @@ folder may already hold a run's logs. `config.json` goes first and comes last, s
 cannot be taken for a model.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import re
@@ -27,7 +25,7 @@ from openrlhf.distributed.folders import flush, flush_one
 from openrlhf.distributed.weights import exported_parameters
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
-from openrlhf.utils.packable import base_model_of
+from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress, tracked
 
 NamedTensors = Iterable[tuple[str, Tensor]]

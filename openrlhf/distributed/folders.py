@@ -6,8 +6,6 @@ folder of a run is held by one process at a time, by a lock on `running.json`, w
 the file server, removes when the holder ends, however it ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import itertools

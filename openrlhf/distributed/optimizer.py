@@ -8,8 +8,6 @@ Horizon and warm-up of a schedule are counted in optimizer updates. Update k (fr
 schedule's value at k; after the last update the rate stands at the schedule's end value and stays.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

@@ -7,8 +7,6 @@ accumulation step. A user's own JSON is merged in: its "auto" values are filled,
 contradictions to flags named.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -31,14 +29,14 @@ from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import ConfigError
 from openrlhf.utils.context_parallel import ContextGroup
-from openrlhf.utils.packable import base_model_of
+from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# DeepSpeed's; buckets are allocated, so small models get smaller ones.
-DEFAULT_BUCKET_SIZE = 500_000_000
+# Gradients that travel at once; buckets are allocated, so small models get smaller ones.
+MAX_BUCKET_SIZE = 50_000_000
 
 # Keys of a user's file that flags decide; another value there is a contradiction.
 FLAG_OF_KEY = {
@@ -68,7 +66,6 @@ class ModelFacts:
 
     dtype: torch.dtype
     num_parameters: int
-    hidden_size: int = 1024
     num_copies: int = 1  # ranks that hold the same weights before ZeRO splits anything
 
 
@@ -191,11 +188,9 @@ class DeepSpeedStrategy:
                 raise ConfigError(problems)
         parameters = list(model.parameters())
         loaded = next(p.dtype for p in parameters if p.is_floating_point())
-        config = getattr(hf_model, "config", None)
         return ModelFacts(
             dtype=DTYPES.get(asked, loaded),
             num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
-            hidden_size=getattr(config, "hidden_size", None) or 1024,
             num_copies=self.topology.world_size // self.topology.tp_size,
         )
 
@@ -336,23 +331,16 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _common(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, object]:
-    bucket_size = max(1, min(DEFAULT_BUCKET_SIZE, facts.num_parameters))
-    if stage == 3:
-        bucket_size = min(bucket_size, max(facts.hidden_size**2, 1_000_000))
     zero: dict[str, object] = {
         "stage": stage,
         "overlap_comm": ds.overlap_comm,
         "contiguous_gradients": True,
-        "reduce_bucket_size": bucket_size,
+        "reduce_bucket_size": max(1, min(MAX_BUCKET_SIZE, facts.num_parameters)),
     }
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if stage == 3:
-        zero |= {
-            "stage3_prefetch_bucket_size": bucket_size,
-            "stage3_param_persistence_threshold": 10 * facts.hidden_size,
-            "zero_hpz_partition_size": ds.zpg,
-        }
+        zero["zero_hpz_partition_size"] = ds.zpg
     # Sums over many micro-batches lose small addends in 16 bits.
     grad_accum_dtype = "fp32" if facts.dtype == torch.float32 else ds.grad_accum_dtype or "fp32"
     return {

@@ -5,8 +5,6 @@ A family's own plan in transformers says which layers are split and how. A polic
 by rows unless it is tied to the embeddings. Embeddings, norms and all other heads stay whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -57,7 +55,7 @@ def split_layers(model: nn.Module, hf_model: nn.Module, tp_size: int) -> None:
     model.ds_autotp_parsed = True  # DeepSpeed splits nothing when it wraps the model
 
 
-def _split_head(model: nn.Module, hf_model: nn.Module, auto_tp: AutoTP) -> None:
+def _split_head(model: nn.Module, hf_model: nn.Module, auto_tp: "AutoTP") -> None:
     """Leave this rank its rows of the LM head; one that is tied to the embeddings stays whole."""
     from deepspeed.module_inject.layers import LinearLayer  # noqa: PLC0415 - as above
 

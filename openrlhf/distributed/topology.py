@@ -5,8 +5,6 @@ of a weight). Neighbours share a weight first, then a sequence: rank = (dp_rank 
 * tp_size + tp_rank.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ class Topology:
         cp_size: int = 1,
         tp_size: int = 1,
         local_rank: int = -1,
-    ) -> Topology:
+    ) -> "Topology":
         """Read what torchrun, deepspeed or Ray set; a process without a launcher is a world of one.
 
         `local_rank` is the launcher's argument and wins over the environment unless it is -1.

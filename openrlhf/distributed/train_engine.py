@@ -7,8 +7,6 @@ States are written in parts, by the names of parameters, so that an engine of an
 number of ranks can read them. Files hold tensors and plain containers, and run no code.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -45,7 +43,7 @@ class TrainEngine:
 
     def __init__(
         self,
-        engine: DeepSpeedEngine,
+        engine: "DeepSpeedEngine",
         schedule: LambdaLR,
         *,
         max_norm: float,
@@ -203,7 +201,7 @@ class TrainEngine:
 
 
 @contextmanager
-def _optimizer_accepted(engine: DeepSpeedEngine) -> Iterator[None]:
+def _optimizer_accepted(engine: "DeepSpeedEngine") -> Iterator[None]:
     """Let ZeRO-3 move the states of torch's AdamW.
 
     It asserts that the optimizer is DeepSpeed's FusedAdam, which has to be compiled. What it moves
@@ -253,7 +251,7 @@ class Part(NamedTuple):
         return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
 
 
-def _content(engine: DeepSpeedEngine) -> dict[str, dict[str, Any]]:
+def _content(engine: "DeepSpeedEngine") -> dict[str, dict[str, Any]]:
     """Return what this rank optimizes, by the names of parameters; tensors are views."""
     content = {}
     for part in _parts(engine):
@@ -266,7 +264,7 @@ def _content(engine: DeepSpeedEngine) -> dict[str, dict[str, Any]]:
 
 
 @torch.no_grad()
-def _take_up(engine: DeepSpeedEngine, folder: Path) -> None:
+def _take_up(engine: "DeepSpeedEngine", folder: Path) -> None:
     """Fill the tensors that the optimizer knows from the parts that any ranks wrote."""
     tp_rank, _ = _place(engine)
     files = [_read(path) for path in sorted(folder.glob(f"tp{tp_rank}-dp*.pt"))]
@@ -306,7 +304,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         ) from None
 
 
-def _parts(engine: DeepSpeedEngine) -> Iterator[Part]:
+def _parts(engine: "DeepSpeedEngine") -> Iterator[Part]:
     """Yield what this rank optimizes."""
     stage, zero = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:  # a part of each parameter, the last ones padded
@@ -331,17 +329,17 @@ def _parts(engine: DeepSpeedEngine) -> Iterator[Part]:
             yield Part(name, parameter, here.start, here.numel, flat, there.start)
 
 
-def _trained(engine: DeepSpeedEngine) -> list[tuple[str, nn.Parameter]]:
+def _trained(engine: "DeepSpeedEngine") -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
 
 
-def _place(engine: DeepSpeedEngine) -> tuple[int, int]:
+def _place(engine: "DeepSpeedEngine") -> tuple[int, int]:
     """Return the slice of weights that this rank holds, and its number among those that hold it."""
     dp_rank, tp_rank = divmod(collectives.rank(), max(1, engine.autotp_size()))
     return tp_rank, dp_rank
 
 
-def _facts_of(engine: DeepSpeedEngine) -> dict[str, Any]:
+def _facts_of(engine: "DeepSpeedEngine") -> dict[str, Any]:
     """Return what a later `load_states` has to know beside tensors, as JSON."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     numbers = {} if scaler is None else vars(scaler)
@@ -353,7 +351,7 @@ def _facts_of(engine: DeepSpeedEngine) -> dict[str, Any]:
     }
 
 
-def _read_facts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -> dict[str, Any]:
+def _read_facts(engine: "DeepSpeedEngine", folder: Path, *, is_universal: bool) -> dict[str, Any]:
     """Return the facts of a checkpoint; raise CheckpointError if this engine cannot use it."""
     facts, own = json.loads((folder / ENGINE).read_text()), _facts_of(engine)
     if facts["tp_size"] != own["tp_size"]:

@@ -4,8 +4,6 @@ Adapters are merged on the way out, so the names are those of the base model. Ev
 iterate: under ZeRO-3 each tensor is a collective.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from openrlhf.distributed.collectives import import_deepspeed
 from openrlhf.distributed.tensor_parallel import whole_layers
-from openrlhf.utils.packable import base_model_of
+from openrlhf.utils.packing import base_model_of
 
 LAYER = re.compile(r"^.*?\.\d+\.")  # "model.layers.3."
 

@@ -1,10 +1,8 @@
-"""What a rollout engine is: token ids in, sampled ids and log-probs out, weights replaced between.
+"""Interface of rollout engines: token ids in, sampled ids and log-probs out, and weight updates.
 
 Every engine (vLLM, Hugging Face, fakes in tests) answers these calls; nothing above this layer
 knows which one it has.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How to sample; `temperature` 0 is greedy."""
+    """Sampling settings; `temperature` 0 is greedy."""
 
     num_samples: int = 1
     temperature: float = 1.0
@@ -39,7 +37,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled after a prompt, with the stop token; log-probs as the engine used them."""
+    """A sampled response with its stop token; log-probs as the engine used them."""
 
     token_ids: tuple[int, ...]  # A ids
     logprobs: tuple[float, ...]  # A log-probs at the sampling temperature, before top-p

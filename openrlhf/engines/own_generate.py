@@ -4,12 +4,10 @@ Tokens are chosen here rather than by transformers, for seeds of their own and f
 before top-p. Suffixes: R rows of a batch, L tokens so far, T tokens to come, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
@@ -23,23 +21,13 @@ from transformers import (
 )
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
-from openrlhf.utils.packable import is_padded
+from openrlhf.utils.packing import is_padded
 
 MAX_NUM_ROWS = 256
 STREAM_SEEDS = 2**40  # seeds of a stream; those of the next begin behind them
 PAD = 0  # masked wherever it stands
 # Attention that takes masks; "eager" is there for a reason.
 KEPT_ATTENTION = ("eager", "sdpa", "openrlhf_packed")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One sample of a request, with a seed of its own."""
-
-    request: int  # index of its request
-    prompt: tuple[int, ...]
-    seed: int
-    sampling: SamplingSettings  # without what differs between the rows of a batch
 
 
 class OwnGenerate:
@@ -59,44 +47,43 @@ class OwnGenerate:
         weight_version: int = 0,
         stream: int = 0,
     ) -> None:
-        self.model = model
-        self.stream = stream
-        self.max_num_rows = max_num_rows
-        self.weight_version = weight_version
+        self.model, self.max_num_rows = model, max_num_rows
+        self.weight_version, self.stream = weight_version, stream
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Return the completions of every request, in order; log-probs are those before top-p."""
-        answers: list[list[Completion]] = [[] for _ in requests]
-        with generating(self.model) as base:
-            for rows in self._batches(requests):
-                completions = sample_rows(base, rows, self.weight_version)
-                for row, completion in zip(rows, completions, strict=True):
-                    answers[row.request].append(completion)
-        return answers
-
-    def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Row]]:
-        """Yield rows to sample together, the longest prompts first; those of a batch share their
-        settings.
-        """
         drawn = count(int(torch.randint(STREAM_SEEDS, ())) + STREAM_SEEDS * self.stream)
-        rows = []
-        for index, request in enumerate(requests):
-            sampling, prompt = request.sampling, request.prompt_token_ids
-            seeds = drawn if sampling.seed is None else count(sampling.seed)
-            alike = replace(sampling, num_samples=1, seed=None)
-            rows += [
-                Row(index, prompt, seed, alike) for seed in islice(seeds, sampling.num_samples)
-            ]
-        rows.sort(key=lambda row: len(row.prompt), reverse=True)
-        kinds: dict[tuple[SamplingSettings, int], list[Row]] = {}
-        for row in rows:
+        rows = [row for request in requests for row in one_by_one(request, drawn)]
+        answers: dict[int, Completion] = {}
+        with generating(self.model) as base:
+            for batch in self._batches(rows):
+                sampled = sample_rows(base, [rows[k] for k in batch], self.weight_version)
+                answers.update(zip(batch, sampled, strict=True))
+        in_order = map(answers.__getitem__, range(len(rows)))
+        return [list(islice(in_order, request.sampling.num_samples)) for request in requests]
+
+    def _batches(self, rows: Sequence[GenerationRequest]) -> Iterator[list[int]]:
+        """Yield indices of rows to sample together, the longest prompts first; those of a batch
+        share their settings.
+        """
+        kinds: dict[tuple[SamplingSettings, int], list[int]] = {}
+        lengths = [len(row.prompt_token_ids) for row in rows]
+        for k in sorted(range(len(rows)), key=lengths.__getitem__, reverse=True):
             # Padding would be seen in families without packed rows, and with a penalty.
-            one_length = is_padded(self.model) or row.sampling.repetition_penalty != 1
-            length = len(row.prompt) if one_length else 0
-            kinds.setdefault((row.sampling, length), []).append(row)
+            sampling = replace(rows[k].sampling, seed=None)
+            one_length = is_padded(self.model) or sampling.repetition_penalty != 1
+            kinds.setdefault((sampling, lengths[k] if one_length else 0), []).append(k)
         for alike in kinds.values():
             for begin in range(0, len(alike), self.max_num_rows):
                 yield alike[begin : begin + self.max_num_rows]
+
+
+def one_by_one(request: GenerationRequest, drawn: Iterator[int]) -> Iterator[GenerationRequest]:
+    """Yield a request of one sample for every sample, with a seed of its own."""
+    sampling = request.sampling
+    seeds = drawn if sampling.seed is None else count(sampling.seed)
+    for seed in islice(seeds, sampling.num_samples):
+        yield replace(request, sampling=replace(sampling, num_samples=1, seed=seed))
 
 
 class ChooseTokens(LogitsProcessor):
@@ -126,18 +113,22 @@ class ChooseTokens(LogitsProcessor):
         return torch.full_like(scores, -math.inf).scatter_(1, tokens_R1, 0.0)
 
 
-def sample_rows(model: Any, rows: Sequence[Row], weight_version: int) -> list[Completion]:
+def sample_rows(
+    model: Any, rows: Sequence[GenerationRequest], weight_version: int
+) -> list[Completion]:
     """Return the completion of every row; they run until the last one stops."""
-    sampling = rows[0].sampling
-    width = max(len(row.prompt) for row in rows)
+    sampling, prompts = rows[0].sampling, [list(row.prompt_token_ids) for row in rows]
+    num_padded = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+    width = num_padded[0] + len(prompts[0])
     token_ids_RL = torch.tensor(
-        [[PAD] * (width - len(row.prompt)) + list(row.prompt) for row in rows], device=model.device
+        [[PAD] * pad + prompt for pad, prompt in zip(num_padded, prompts, strict=True)],
+        device=model.device,
     )
-    num_padded_R = torch.tensor([width - len(row.prompt) for row in rows], device=model.device)
+    num_padded_R = torch.tensor(num_padded, device=model.device)
     is_token_RL = torch.arange(width, device=model.device) >= num_padded_R[:, None]
     uniform_RT = torch.empty(len(rows), sampling.max_new_tokens, dtype=torch.float64)
     for numbers_T, row in zip(uniform_RT, rows, strict=True):
-        numbers_T.uniform_(generator=torch.Generator().manual_seed(row.seed))
+        numbers_T.uniform_(generator=torch.Generator().manual_seed(row.sampling.seed))
     choose = ChooseTokens(sampling, uniform_RT.to(model.device))
     model.generation_config = GenerationConfig(
         do_sample=False,  # `choose` has chosen

@@ -3,8 +3,6 @@
 Remove a quirk when vLLM no longer needs it; the condition stands at each. All are of vLLM 0.32.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -5,14 +5,11 @@ wakes up. A tensor parallel engine starts vLLM's own worker processes. vLLM is i
 engine is made, for that takes seconds and its environment has to be set before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -27,7 +24,6 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.errors import ConfigError, EngineError, WeightSyncError, first_line
-from openrlhf.utils.logging import warn_once
 from openrlhf.utils.threads import telling
 
 Answer = TypeVar("Answer")
@@ -39,26 +35,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-
-
-@dataclass(frozen=True)
-class VLLMEngineConfig:
-    """What an engine is started with; None leaves the choice to vLLM."""
-
-    model: str
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True  # samples of a prompt share its computation
-    enforce_eager: bool = False
-    max_num_seqs: int = 256
-    seed: int = 0
-    trust_remote_code: bool = False
-    enable_sleep: bool = False
-    # Of a tensor parallel engine: "ray" (GPUs only), or vLLM's own processes.
-    distributed_executor_backend: str = "mp"
-    device_index: int = 0  # of the engine's GPU among those that the process sees
 
 
 def check_vllm_is_installed(*, instead: str) -> None:
@@ -80,12 +56,11 @@ class VLLMEngine:
 
     who = "the vLLM engine"
 
-    def __init__(self, config: VLLMEngineConfig) -> None:
-        self.config = config
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """`settings` are those of vLLM's EngineArgs."""
         self.num_steps = 0  # done since the start
         self._waiting: dict[str, tuple[GenerationRequest, Future[list[Completion]]]] = {}
         self._num_requests = 0
-        self._is_paused = False  # requests are still taken, and wait
         self._is_stepping = False  # a step is in the queue
         self._is_current = True  # False from the begin to the end of a weight update
         self._end: BaseException | None = None  # why nothing is sampled any more
@@ -96,7 +71,7 @@ class VLLMEngine:
         self._vllm = vllm
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.who)
         # In the thread that will step it, so that no other one computes.
-        self.llm: Any = self._thread.submit(start_llm, config).result()
+        self.llm: Any = self._thread.submit(start_llm, settings).result()
         # Small functions of vLLM's sampler are compiled even in eager mode: up to 16 s for nothing.
         is_eager = self.llm.model_config.enforce_eager
         self._stance = "force_eager" if is_eager else "default"
@@ -140,8 +115,8 @@ class VLLMEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Return True while requests wait and the engine is not paused."""
-        return bool(self._waiting) and not self._is_paused
+        """Return True while requests are sampled: they wait while weights or memory are away."""
+        return bool(self._waiting) and self._is_current and not self.llm.is_sleeping()
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Join the trainer's group; wait until all are there."""
@@ -163,7 +138,6 @@ class VLLMEngine:
                     f"{len(self._waiting)} requests are running, and new weights would come in "
                     "the middle of them"
                 )
-            self._is_paused = True
             self._is_current = False
             self._rpc("start_weight_update")
 
@@ -186,15 +160,11 @@ class VLLMEngine:
             receipt, *others = self._rpc("weight_receipt")
             if any(other != receipt for other in others):
                 raise WeightSyncError("the workers of the engine received different tensors")
-            fingerprints, num_compared = receipt
-            if not num_compared:
-                warn_once("what the engine holds after a sync cannot be compared for this model")
             if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise WeightSyncError("the engine could not drop its prefix cache")
             self.llm.set_weight_version(str(weight_version))
             self._is_current = True
-            self._resume_if_ready()
-            return fingerprints
+            return dict(receipt)
 
         return self._update(finish)
 
@@ -208,28 +178,26 @@ class VLLMEngine:
         def sleep() -> None:
             if self._waiting:
                 raise EngineError("the engine cannot sleep while requests are in flight")
-            self._is_paused = True
             self.llm.sleep(level=2)  # weights are dropped, not copied: they are sent
             self._is_current = False
 
         self._call(sleep)
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take device memory again; tags "weights" or "kv_cache" for a part of it."""
-        wanted = None if tags is None else list(tags)
-
-        def wake_up() -> None:
-            self.llm.wake_up(wanted)
-            self._resume_if_ready()
-
-        self._call(wake_up)
+    def wake_up(self, tag: str) -> None:
+        """Take device memory again: "weights" or "kv_cache"."""
+        self._call(lambda: self.llm.wake_up([tag]))
 
     def shutdown(self) -> None:
         """Free everything; waiting and later calls raise EngineError."""
 
         def close() -> None:
             self._fail(EngineError("it was shut down"))
-            shut_down_llm(self.llm)
+            # vLLM's own way would also destroy torch.distributed in this process, which a trainer
+            # and other engines may share.
+            client = self.llm.engine_core
+            client._finalizer.detach()
+            client.engine_core.model_executor.shutdown()
+            client.engine_core.scheduler.shutdown()
             self.llm = None
 
         if self.llm is not None:
@@ -285,14 +253,14 @@ class VLLMEngine:
 
     def _queue_step(self) -> None:
         """Queue a step, unless there is one or nothing to do."""
-        if self._waiting and not self._is_paused and not self._is_stepping:
+        if self.is_busy and not self._is_stepping:
             self._is_stepping = True
             self._thread.submit(self._step)
 
     def _step(self) -> None:
         """Do one forward pass and hand out what it finished, unless a command has paused."""
         self._is_stepping = False
-        if self._is_paused:
+        if not self.is_busy:
             return
         with telling(self._fail), torch.compiler.set_stance(self._stance):
             outputs = self.llm.step()
@@ -319,10 +287,6 @@ class VLLMEngine:
         for key in keys:
             del self._waiting[key]
         self.llm.abort_request(keys)
-
-    def _resume_if_ready(self) -> None:
-        if self._is_current and not self.llm.is_sleeping():
-            self._is_paused = False
 
     def _rpc(self, method: str, **options: object) -> Any:
         """Call a method of every worker; return the results, by worker."""
@@ -360,22 +324,35 @@ class VLLMEngine:
         )
 
 
-def start_llm(config: VLLMEngineConfig) -> Any:
+def start_llm(settings: Mapping[str, Any]) -> Any:
     """Return vLLM's LLMEngine, with the receiver of weights in every worker."""
+    from vllm.config import WeightTransferConfig  # noqa: PLC0415 - takes seconds
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - takes seconds
     from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - takes seconds
 
     from openrlhf.engines import weight_receiver  # noqa: PLC0415 - imports vLLM
 
+    own = dict(settings)
+    if own.get("tensor_parallel_size", 1) == 1:
+        own["distributed_executor_backend"] = "uni"
+    vllm_cpu.adapt_settings(own)
     set_num_threads = torch.set_num_threads
     try:
-        args = engine_args(config, weight_receiver.BACKEND, weight_receiver.WORKER_EXTENSION)
-        vllm_config = args.create_engine_config()
+        vllm_config = EngineArgs(
+            **own,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls=weight_receiver.WORKER_EXTENSION,
+            weight_transfer_config=WeightTransferConfig(backend=weight_receiver.BACKEND),
+            disable_log_stats=True,
+        ).create_engine_config()
         vllm_cpu.limit_cache(vllm_config)
         forget_closed_groups()
         llm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
     except ValueError as error:
         raise ConfigError(
-            f"vLLM refuses {config.model}: {first_line(error)}. Take another model, or generate "
+            f"vLLM refuses {own['model']}: {first_line(error)}. Take another model, or generate "
             "without vLLM: --vllm_num_engines 0, --eval_task generate."
         ) from error
     # vLLM disables this function for the whole process; the trainer may share it.
@@ -383,18 +360,6 @@ def start_llm(config: VLLMEngineConfig) -> Any:
     llm.set_weight_version("0")
     llm.collective_rpc("report_full_logprobs")
     return llm
-
-
-def shut_down_llm(llm: Any) -> None:
-    """End the workers.
-
-    vLLM's own way would also destroy torch.distributed in this process, which a trainer and other
-    engines may share.
-    """
-    client = llm.engine_core
-    client._finalizer.detach()
-    client.engine_core.model_executor.shutdown()
-    client.engine_core.scheduler.shutdown()
 
 
 def forget_closed_groups() -> None:
@@ -409,29 +374,6 @@ def forget_closed_groups() -> None:
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, parallel_state.GroupCoordinator):
             setattr(parallel_state, name, None)
-
-
-def engine_args(config: VLLMEngineConfig, backend: str, worker_extension: str) -> Any:
-    """Return the engine's settings in vLLM's words."""
-    from vllm.config import WeightTransferConfig  # noqa: PLC0415 - takes seconds
-    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - takes seconds
-
-    own = asdict(config)
-    own["enable_sleep_mode"] = own.pop("enable_sleep")
-    if config.tensor_parallel_size == 1:
-        own["distributed_executor_backend"] = "uni"
-    index = own.pop("device_index")
-    own["device_ids"] = [index] if index else None
-    vllm_cpu.adapt_settings(own)
-    return EngineArgs(
-        **own,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        logprobs_mode="processed_logprobs",
-        worker_extension_cls=worker_extension,
-        weight_transfer_config=WeightTransferConfig(backend=backend),
-        disable_log_stats=True,
-    )
 
 
 def completion(output: Any) -> Completion:

@@ -4,8 +4,7 @@ An update is complete or it fails: no tensor may come twice, be unknown or be mi
 this module in every worker, for `WORKER_EXTENSION`, and finds the backend registered then.
 """
 
-from __future__ import annotations
-
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,10 +22,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from openrlhf.engines import vllm_cpu
-from openrlhf.engines.vllm_logprobs import report_full_logprobs
 from openrlhf.engines.weight_transfer import BucketReader, join_broadcasts, synchronize
 from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import bit_sum, checksum
+
+# It warns of layers without weights, such as rotary embeddings; what is missing is raised here.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 BACKEND = "openrlhf"
 WORKER_EXTENSION = "openrlhf.engines.weight_receiver.ReceiptExtension"
@@ -45,7 +46,6 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         self.loaded: set[str] = set()  # those that it has
         self.fingerprints: dict[str, int] = {}
         self.received: dict[str, tuple[torch.dtype, int]] = {}  # dtype and bit sum
-        self.num_compared = 0  # parameters, after the last update
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's group."""
@@ -86,20 +86,18 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         vllm_cpu.after_reload(self.model)
         if absent := self._absent():
             raise WeightSyncError(f"incomplete update: {len(absent)} missing, e.g. {absent[0]}")
-        self.num_compared = self._check_held()
+        self._check_held()
 
     def shutdown(self) -> None:
         """Let go of the trainer's memory."""
         self.reader.close()
 
-    def _check_held(self) -> int:
-        """Raise WeightSyncError for a plain parameter that does not hold the bits that came; return
-        how many were compared.
+    def _check_held(self) -> None:
+        """Raise WeightSyncError for a plain parameter that does not hold the bits that came.
 
         A parameter is left out where its layer is packed or split over workers, its tensors have
         other names, or its loader changes values.
         """
-        num_compared = 0
         for layer_name, layer in self.model.named_modules():
             for leaf, param in layer._parameters.items():
                 if param is None or not _keeps_bits(layer, param):
@@ -109,10 +107,10 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
                 if [dtype for dtype, _ in found] != [param.dtype] * len(sources):
                     continue
                 sent = sum(bits for _, bits in found) % 2**64
-                if bit_sum(_plain_rows(layer, param.data)) != sent:
+                is_table = isinstance(layer, VocabParallelEmbedding)
+                num_rows = layer.shard_indices.num_org_elements if is_table else None
+                if bit_sum(param.data[:num_rows]) != sent:  # the rows that come from a checkpoint
                     raise WeightSyncError(f"{layer_name}.{leaf} does not hold what was received")
-                num_compared += 1
-        return num_compared
 
     def _sources(self, name: str) -> list[str]:
         """Return the tensors of a checkpoint that vLLM makes one parameter from."""
@@ -149,15 +147,48 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
 WeightTransferEngineFactory.register_engine(BACKEND, __name__, WeightReceiver.__name__)
 
 
+class FullLogprobs(nn.Module):
+    """Stands before the top-p step of vLLM's first model runner and takes log-probs there.
+
+    vLLM has two modes: before the temperature, or after top-p. The trainer computes what lies
+    between them. Drop this when vLLM has such a mode.
+    """
+
+    def __init__(self, top_p_step: Any) -> None:
+        super().__init__()
+        self.top_p_step = top_p_step
+        top_p_step.logprobs_mode = "raw_logprobs"  # it need not compute any itself
+
+    def forward(self, logits_RV: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        """Sampled tokens (R,) and log-probs (R, V) of the logits that came in."""
+        logprobs_RV = logits_RV.log_softmax(dim=-1, dtype=torch.float32)
+        sampled_R, _ = self.top_p_step(logits_RV, *args)  # may change the logits in place
+        return sampled_R, logprobs_RV
+
+
+def report_full_logprobs(sampler: Any) -> None:
+    """Make a sampler report log-probs as they are before top-p; those of both model runners of vLLM
+    0.32 are known.
+    """
+    if hasattr(sampler, "topk_topp_sampler"):
+        sampler.topk_topp_sampler = FullLogprobs(sampler.topk_topp_sampler)
+        return
+    sample = sampler._sample_random
+
+    def sample_and_keep_logits(logits_RV: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        whole_RV = logits_RV.clone()
+        sampled_R, _ = sample(logits_RV, *args)
+        return sampled_R, whole_RV
+
+    sampler._sample_random = sample_and_keep_logits
+
+
 class ReceiptExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`), to be called by name in every worker."""
 
-    def weight_receipt(self) -> tuple[dict[str, int], int]:
-        """Return the fingerprints of the tensors received in the last update, by name, and how many
-        parameters were compared with them.
-        """
-        receiver = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return receiver.fingerprints, receiver.num_compared
+    def weight_receipt(self) -> dict[str, int]:
+        """Return the fingerprints of the tensors received in the last update, by name."""
+        return self.weight_transfer_engine.fingerprints  # type: ignore[attr-defined, no-any-return]
 
     def report_full_logprobs(self) -> None:
         """Report log-probs as they are before top-p."""
@@ -180,10 +211,3 @@ def _keeps_bits(layer: nn.Module, param: Any) -> bool:
         owner, (LinearBase, VocabParallelEmbedding)
     )
     return is_copied and param.numel() > 0 and getattr(layer, "tp_size", 1) == 1
-
-
-def _plain_rows(layer: nn.Module, data: Tensor) -> Tensor:
-    """Return the rows that come from a checkpoint."""
-    if isinstance(layer, VocabParallelEmbedding):
-        return data[: layer.shard_indices.num_org_elements]
-    return data

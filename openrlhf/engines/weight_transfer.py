@@ -5,8 +5,6 @@ one receives a broadcast of it (gloo, NCCL). Where memory and groups of a CPU an
 have the same calls, and only this file knows which is used.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Logits of a whole batch never exist: the LM head is applied in chunks, only at p
 predict a target. Exports use `Actor.model`, the plain Hugging Face model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,12 +17,11 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.packing import PackedRow, ReadStates, SharedRow
 from openrlhf.models.support import num_experts_per_token
 from openrlhf.utils.context_parallel import ContextGroup
-from openrlhf.utils.packable import base_model_of, is_padded
-from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.packing import PackedBatch, base_model_of, is_padded
 
 
 class TokenStats(NamedTuple):
-    """What the policy says about the target tokens of a batch."""
+    """Output of the policy for the target tokens of a batch."""
 
     logprobs: Tensor  # (N,) fp32
     entropy: Tensor | None = None  # (N,) fp32, of the temperature-scaled distribution

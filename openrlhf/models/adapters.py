@@ -6,8 +6,6 @@ missing and trains on with random ones. With bitsandbytes it takes seconds to im
 imported where an adapter is at hand.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import re
@@ -31,7 +29,7 @@ NUM_KEYS_SHOWN = 3
 SCALE_FIELDS = ("mean", "std")  # of a reward model's scores
 
 
-def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
+def add_lora(model: "PreTrainedModel", lora: LoraConfig) -> nn.Module:
     """Freeze the model and put an adapter on it: W + alpha / rank * B A (arXiv 2106.09685).
 
     A value head stays trained and is saved with the adapter. With rank 0 the model is answered as
@@ -70,7 +68,7 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> peft.PeftModel:
+def load_adapter(model: "PreTrainedModel", path: str | os.PathLike[str]) -> "peft.PeftModel":
     """A model with the adapter saved at `path` on it.
 
     Raises ConfigError when the folder holds no adapter, one that does not fit the model, or one
@@ -101,7 +99,7 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> peft.P
     return adapted
 
 
-def merge_adapter_into(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedModel:
+def merge_adapter_into(model: "PreTrainedModel", path: str | os.PathLike[str]) -> "PreTrainedModel":
     """Return the model with the weights of the adapter at `path` added; it is named after the
     adapter, so that what is trained on it names it as its base.
     """
@@ -113,7 +111,7 @@ def merge_adapter_into(model: PreTrainedModel, path: str | os.PathLike[str]) -> 
     return merged
 
 
-def check_adapter_keys(adapted: peft.PeftModel, folder: Path) -> None:
+def check_adapter_keys(adapted: "peft.PeftModel", folder: Path) -> None:
     """Raise ValueError unless the folder holds every weight of the adapter, and no others."""
     import peft  # noqa: PLC0415 - see above
 

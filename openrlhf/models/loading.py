@@ -4,8 +4,6 @@ Every key of a checkpoint must find its place and every parameter its value; the
 value head put fresh on a model that never had one. Which attention a model gets is decided here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -21,7 +19,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from openrlhf.config.common import CommandConfig, DeepSpeedConfig
+from openrlhf.config.base import CommandConfig
+from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.config.local_paths import looks_local
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.actor import Actor, token_stats
@@ -31,8 +30,7 @@ from openrlhf.models.support import OWN_ATTENTION, causal_class, padding_note
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.hub import looking_up
 from openrlhf.utils.logging import say_notices
-from openrlhf.utils.packable import why_padded
-from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.packing import PackedBatch, why_padded
 from openrlhf.utils.progress import progress, tracked
 
 HEAD = "score"  # the module transformers gives the scalar head

@@ -8,8 +8,6 @@ is ever held; `ulysses` exchanges tokens for heads (arXiv 2309.14509). Suffixes:
 a row, B sequences, h query heads, k key heads, D head size, Q queries, S keys or a slice, P padded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,7 +43,7 @@ class PackedRow:
     @classmethod
     def of_lengths(
         cls, seq_lengths: Sequence[int], device: torch.device, *, num_earlier: int = 0
-    ) -> PackedRow:
+    ) -> "PackedRow":
         """Return the boundaries of sequences of these lengths."""
         ends = torch.tensor((0, *seq_lengths)).cumsum(0, dtype=torch.int32)
         return cls(tuple(seq_lengths), ends.to(device), num_earlier)
@@ -65,7 +63,7 @@ class PackedRow:
         return cu_keys, max(self.max_length, self.seq_lengths[0] + self.num_earlier)
 
     def attention(
-        self, q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, options: ScoreOptions
+        self, q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, options: "ScoreOptions"
     ) -> Tensor:
         """Return the attention over this row -> (T, h, D)."""
         return row_attention(q_ThD, k_TkD, v_TkD, self, options)
@@ -85,7 +83,7 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What a model asks of its attention scores."""
+    """Attention settings of a model."""
 
     scale: float | None = None
     dropout: float = 0.0
@@ -204,7 +202,7 @@ class SharedRow(PackedRow):
     own: RowSlice = field(kw_only=True)
 
     @classmethod
-    def share(cls, batch: PackedBatch, context: ContextGroup) -> SharedRow:
+    def share(cls, batch: PackedBatch, context: ContextGroup) -> "SharedRow":
         """Pad a batch for the ranks of a group."""
         own = RowSlice(context, len(batch.token_ids))
         num_padding = own.padded_length - own.num_tokens
@@ -295,7 +293,7 @@ class ReadStates:
     @classmethod
     def of_slice(
         cls, own: RowSlice, hidden_SH: Tensor, positions_N: Tensor, aux_loss: Tensor | None
-    ) -> ReadStates:
+    ) -> "ReadStates":
         """Read the row positions that the slice holds."""
         here_n, index_n = own.find(positions_N)
         if not len(index_n):

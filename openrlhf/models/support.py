@@ -1,8 +1,6 @@
-"""What models and machines support: found from a model's config and this machine before weights are
-read, and said in one line each.
+"""Features that models and machines support, found from a model's config and this machine before
+weights are read; each gap is reported in one line.
 """
-
-from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -14,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.errors import ConfigError
 from openrlhf.utils.gpus import check_gpus
-from openrlhf.utils.packable import why_padded
+from openrlhf.utils.packing import why_padded
 
 # Ways of asking for attention of which torch has the kernels, on every device.
 OWN_ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2")

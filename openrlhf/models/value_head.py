@@ -4,8 +4,6 @@ Both hold an AutoModelForSequenceClassification with one label, so what they sav
 included.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -15,8 +13,7 @@ from transformers import PretrainedConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import PackedModel
 from openrlhf.models.adapters import SCALE_FIELDS
-from openrlhf.utils.packable import base_model_of
-from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.packing import PackedBatch, base_model_of
 
 
 def reward_scale(config: PretrainedConfig) -> tuple[float, float]:
@@ -34,7 +31,7 @@ def reward_scale(config: PretrainedConfig) -> tuple[float, float]:
 
 
 class RewardTerms(NamedTuple):
-    """What a scalar head says about a batch."""
+    """Output of a scalar head for a batch."""
 
     scores: Tensor  # (N,) fp32; of a reward model one for each sequence
     aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts

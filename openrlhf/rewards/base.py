@@ -3,8 +3,6 @@
 Imports nothing heavy: the workers of a reward function start with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
@@ -54,11 +52,11 @@ class RewardBatch:
         shown = ", ".join(ids[:MAX_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
         return f"sample{'s' if len(ids) > 1 else ''} {shown}"
 
-    def parts(self, size: int) -> list[RewardBatch]:
+    def parts(self, size: int) -> "list[RewardBatch]":
         """Cut the batch into consecutive slices of at most `size` samples."""
         return [self._slice(slice(k, k + size)) for k in range(0, len(self), size)]
 
-    def _slice(self, part: slice) -> RewardBatch:
+    def _slice(self, part: slice) -> "RewardBatch":
         columns = {name: values[part] for name, values in self.columns.items()}
         return replace(
             self, columns=columns, **{name: getattr(self, name)[part] for name in PER_SAMPLE}
@@ -70,7 +68,8 @@ class RewardResult:
     """The scores of B samples, every one a finite float32."""
 
     rewards: list[float]  # B
-    scores: list[float] | None = None  # B: raw 0-1 task scores, where the source gives them
+    # B: raw 0-1 task scores, where the source gives them; `check_scores` refuses some without.
+    scores: Sequence[float | None] | None = None
     # B each; None for samples that a number does not apply to.
     extra_logs: dict[str, list[float | None]] = field(default_factory=dict)
     extra_columns: dict[str, list[object]] = field(default_factory=dict)  # B each, plain values
@@ -115,7 +114,7 @@ class RewardSource:
 
     async def _score_parts(self, batch: RewardBatch) -> RewardResult:
         parts = batch.parts(self.batch_size)
-        return concat_results(await asyncio.gather(*map(self.score_part, parts)), source=self.name)
+        return concat_results(await asyncio.gather(*map(self.score_part, parts)))
 
     async def _end(self) -> None:
         pending = asyncio.all_tasks() - {asyncio.current_task()}
@@ -125,17 +124,12 @@ class RewardSource:
         await self.release()
 
 
-def concat_results(results: Sequence[RewardResult], *, source: str) -> RewardResult:
-    """Join the results of consecutive slices, B in all.
-
-    Raises RewardError where some have scores and others not.
-    """
-    scores = [r.scores for r in results if r.scores is not None]
-    if scores and len(scores) < len(results):
-        raise RewardError(f"{source}: scores are there for some batches and not for others")
+def concat_results(results: Sequence[RewardResult]) -> RewardResult:
+    """Join the results of consecutive slices, B in all."""
+    scores = [score for r in results for score in r.scores or [None] * len(r.rewards)]
     return RewardResult(
         rewards=[reward for r in results for reward in r.rewards],
-        scores=[score for part in scores for score in part] if scores else None,
+        scores=scores if any(r.scores for r in results) else None,
         extra_logs=_concat_columns([(r.extra_logs, len(r.rewards)) for r in results]),
         extra_columns=_concat_columns([(r.extra_columns, len(r.rewards)) for r in results]),
     )

@@ -4,8 +4,6 @@ NOT A SECURITY BOUNDARY: what the processes cannot do stands in SECURITY.md, and
 kernel. Programs of models you do not trust belong into a container or a virtual machine.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -25,7 +23,7 @@ PROGRAM_PROCESS = Path(__file__).with_name("program_process.py")
 
 @dataclass(frozen=True)
 class CodeResult:
-    """How a program ended."""
+    """Result of a finished program."""
 
     exit_code: int | None  # None: it was stopped at the time limit; below 0: the signal
     stdout: str

@@ -5,8 +5,6 @@ scores and extra_logs, and the Hugging Face shape `f(prompts, completions, **col
 a list of floats, several of which are added up. Either may be `async def`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ functions of a run are called, a comparison that takes too long is cut off by a 
 thread, such as a step of an agent, it is made in a worker of a FunctionPool, which is killed.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

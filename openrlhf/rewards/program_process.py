@@ -6,8 +6,6 @@ executes program.py, and executes the tests itself: names of the program are ask
 socket, plain data comes as copies, anything else as a Handle whose operations run over there.
 """
 
-from __future__ import annotations
-
 import builtins
 import ctypes
 import json
@@ -224,19 +222,6 @@ def test(numbers: list[str]) -> None:
     os._exit(PASSED)
 
 
-class keeping_error:
-    """A block whose error is kept: it is raised at the other end of the line."""
-
-    error: Exception | None = None
-
-    def __enter__(self) -> keeping_error:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self.error = error if isinstance(error, Exception) else None
-        return self.error is not None
-
-
 def serve(number: str) -> None:
     """Execute program.py and do what the tests ask for."""
     line, objects = socket.socket(fileno=int(number)).makefile("rwb"), {}
@@ -250,16 +235,16 @@ def serve(number: str) -> None:
     while True:
         operation, *parts = receive(line)
         arguments, named = (decode(part, objects.__getitem__) for part in parts)
-        with keeping_error() as kept:
+        try:
             if operation == "variable":
                 value = names[arguments[0]]
             else:
                 perform = getattr(operator, operation, getattr(builtins, operation, None))
                 value = perform(*arguments, **named)
             reply = [None, encode(value, number_of), encode(arguments, number_of)]
-        if kept.error is not None:
-            kinds = (kind.__name__ for kind in type(kept.error).__mro__)
-            reply = [next(name for name in kinds if hasattr(builtins, name)), str(kept.error)]
+        except Exception as error:  # noqa: BLE001 - it is raised at the other end of the line
+            kinds = (kind.__name__ for kind in type(error).__mro__)
+            reply = [next(name for name in kinds if hasattr(builtins, name)), str(error)]
         send(line, *reply)
 
 

@@ -5,8 +5,6 @@ Every batch is answered exactly once, by one of the servers, or ends in a Reward
 repeated after 5xx answers and broken connections only, at another server first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -39,7 +37,7 @@ REST_S = 10.0  # for which a server that failed is asked last
 
 @dataclass(eq=False)
 class Server:
-    """What the client knows of one server."""
+    """State of one server, as the client knows it."""
 
     url: str
     num_in_flight: int = 0

@@ -1,7 +1,5 @@
 """Verifiable rewards that look at the text alone: pure functions of a response, 0.0 or 1.0."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ write is taken for a reward. Replies are JSON: a model's code may have run in th
 `python -m openrlhf.rewards.workers SOCKET FILE MEMORY_BYTES PARENT` is a worker.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import json

@@ -2,8 +2,6 @@
 returns is checked and decoded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import time

@@ -4,8 +4,6 @@ The synchronous step, dynamic sampling, asynchronous training and evaluation all
 them, on that loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -13,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rollout.scoring import GroupScorer, check_scores
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
-from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.rollout import PromptRecord, Rollout
 from openrlhf.utils.threads import LoopThread, on_loop
 
 GroupKey = tuple[int, int]  # (episode, row) of the ledger
@@ -37,7 +34,7 @@ class RolloutRequest:
 
 
 class Acts(Protocol):
-    """What makes the samples of a prompt: one turn of an engine, or an agent's episodes."""
+    """Source of the samples of a prompt: one turn of an engine, or an agent's episodes."""
 
     in_rounds: bool  # prompts that are submitted together end together, others wait for them
 
@@ -50,7 +47,7 @@ class Acts(Protocol):
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """What became of a prompt that was submitted."""
+    """Outcome of a submitted prompt."""
 
     key: GroupKey
     # Scored, sample by sample; an agent's episode may have several. Empty when the group failed.
@@ -87,7 +84,7 @@ class Rollouts:
         """Return who works on what, in words, for whoever waits; may be called from any thread."""
         return "; ".join(filter(None, [self.actor.describe(), self.scorer.describe()]))
 
-    def open_stream(self, sampling: SamplingSettings) -> GroupStream:
+    def open_stream(self, sampling: SamplingSettings) -> "GroupStream":
         """Return a stream of the samples of prompts."""
         return GroupStream(self, sampling)
 
@@ -138,7 +135,7 @@ class GroupStream:
         self._out: asyncio.Queue[FinishedGroup | BaseException] = asyncio.Queue()
         self._metrics = Metrics()
 
-    async def __aenter__(self) -> GroupStream:
+    async def __aenter__(self) -> "GroupStream":
         return self
 
     async def __aexit__(self, *error: object) -> None:

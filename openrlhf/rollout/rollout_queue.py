@@ -5,19 +5,17 @@ An error on either side ends the run with that error. Every wait has a deadline,
 what is waited for when nothing comes.
 """
 
-from __future__ import annotations
-
 import asyncio
-import json
+import io
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError
+import torch
+from torch import Tensor
 
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.engines.base import SamplingSettings
@@ -25,37 +23,20 @@ from openrlhf.errors import EngineError
 from openrlhf.rollout.async_controller import AsyncController, AsyncLimits, Key
 from openrlhf.rollout.rollout import GroupStream, Rollouts
 from openrlhf.rollout.step_sampler import StepSampler
+from openrlhf.utils.logging import notice
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.threads import on_loop
 
 STALL_S = 20.0  # without a finished group until somebody who waits says so; then twice as long, ...
+WAIT_S = 4 * 3600.0  # for samples, or the end of running ones; no call of an engine takes longer
 CLOSE_S = 40.0  # until what runs must have ended
 
-NOTES = "finished_groups.json"
-TENSORS = "finished_groups.safetensors"
-TENSOR_FIELDS = ("token_ids", "action_mask", "logprobs", "weight_versions")
-JSON_FIELDS = (
-    "sample_id",
-    "finish_reason",
-    "prompt_text",
-    "response_text",
-    "reward",
-    "score",
-    "extra_logs",
-    "episode_id",
-    "reward_parts",
-    "extra_columns",
-)
+GROUPS = "finished_groups.pt"
+OF_PROMPT = {"group_id", "row_id", "label", "datasource", "columns", "source_prompt"}
 
-
-@dataclass(frozen=True)
-class KeptGroup:
-    """The scored samples of a prompt that wait for their step."""
-
-    key: Key
-    age: int  # steps that ended since it was started
-    rollouts: list[Rollout]
+# A prompt whose samples wait for their step: its key, the steps that ended since it was started.
+Kept = tuple[Key, int, list[Rollout]]
 
 
 class RolloutQueue:
@@ -73,13 +54,10 @@ class RolloutQueue:
         sampling: SamplingSettings,
         limits: AsyncLimits,
         *,
-        origin: dict[str, Any],
-        wait_s: float,
-        say: Callable[[str], None],
+        origin: str,
     ) -> None:
-        """`origin`: of the samples made now, by `sample_origin`. `wait_s`: the longest that
-        samples, or the end of running ones, are waited for; `say` is given a line when that takes
-        long.
+        """`origin` tells how samples are made and rewarded now; those of another are not taken
+        up.
         """
         self.sampler = sampler
         self.rollouts = rollouts
@@ -87,11 +65,9 @@ class RolloutQueue:
         self.sampling = sampling
         self.origin = origin
         self.limits = limits
-        self.wait_s = wait_s
-        self._say = say
         self._core = AsyncController(limits, sampler.ledger)
         self._groups: dict[Key, list[Rollout]] = {}  # finished, not yet taken
-        self._kept: Sequence[KeptGroup] = ()  # finished ones of a checkpoint
+        self._kept: Sequence[Kept] = ()  # finished ones of a checkpoint
         self._news = asyncio.Event()  # a group is finished, or generation has ended
         self._failed: dict[int, str] = {}  # row -> why, since the last step
         self._metrics = Metrics()
@@ -99,7 +75,7 @@ class RolloutQueue:
         self._idle_since: float | None = None  # nothing is generated, and there are prompts
 
     @on_loop
-    async def __enter__(self) -> RolloutQueue:
+    async def __enter__(self) -> "RolloutQueue":
         """Get ready; generation begins with the first weights."""
         # The ledger may have come from a checkpoint since this was made.
         self._core = AsyncController(self.limits, self.sampler.ledger)
@@ -169,10 +145,10 @@ class RolloutQueue:
         self.sampler.load_state_dict(state)
 
     @on_loop
-    async def finished_groups(self) -> list[KeptGroup]:
+    async def finished_groups(self) -> list[Kept]:
         """Return the samples that wait for their step; between two steps."""
         core = self._core
-        return [KeptGroup(key, core.age(key), self._groups[key]) for key in core.ready]
+        return [(key, core.age(key), self._groups[key]) for key in core.ready]
 
     def load_groups(self, folder: Path) -> None:
         """Take up what `finished_groups` gave and a folder keeps, after `load_state_dict`."""
@@ -204,12 +180,11 @@ class RolloutQueue:
             self._start_groups()
 
     def _take_up_kept(self) -> None:
-        ages = {group.key: group.age for group in self._kept}
-        taken = set(self._core.restore(ages))
-        self._groups = {group.key: group.rollouts for group in self._kept if group.key in taken}
+        taken = set(self._core.restore({key: age for key, age, _ in self._kept}))
+        self._groups = {key: rollouts for key, _, rollouts in self._kept if key in taken}
         if self._kept:
             num_left = len(self._core.again)
-            self._say(
+            notice(
                 f"{len(taken)} finished prompts of the checkpoint wait for their step, {num_left} "
                 "that were on their way are generated again"
             )
@@ -222,7 +197,7 @@ class RolloutQueue:
         while not is_so():
             if self._producer.done():
                 self._producer.result()
-            until_s = min(quiet_since + quiet_s, start + self.wait_s)
+            until_s = min(quiet_since + quiet_s, start + WAIT_S)
             self._news.clear()
             try:
                 await asyncio.wait_for(self._news.wait(), until_s - time.monotonic())
@@ -230,9 +205,9 @@ class RolloutQueue:
             except asyncio.TimeoutError:
                 waited_s = time.monotonic() - start
                 line = f"waited {waited_s:.0f} s for {what}: {self._progress()}"
-                if waited_s >= self.wait_s:
+                if waited_s >= WAIT_S:
                     raise EngineError(line) from None
-                self._say(line)
+                notice(line)
                 quiet_s *= 2
 
     def _progress(self) -> str:
@@ -282,73 +257,42 @@ class RolloutQueue:
         return (episode, rows[0]) if rows else None
 
 
-def sample_origin(sampling: SamplingSettings, reward: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how samples are made and rewarded, as JSON; those of another origin are not taken up.
-
-    `reward` is what decides the reward of a sample.
-    """
-    origin: dict[str, Any] = json.loads(
-        json.dumps({"sampling": asdict(sampling), "reward": dict(reward)})
-    )
-    return origin
-
-
-def write_groups(folder: Path, groups: Sequence[KeptGroup], origin: Mapping[str, Any]) -> None:
+def write_groups(folder: Path, groups: Sequence[Kept], origin: str) -> None:
     """Write finished samples into a folder, token-exact; no file where there are none.
 
-    Tensors are in one file, the rest is JSON beside it. What the data set says of a prompt is not
-    kept: it is read there again. Raises OSError.
+    What the data set says of a prompt is not kept: it is read there again. Raises OSError.
     """
-    if not groups:
-        return
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    tensors = {
-        f"{rollout.sample_id}.{name}": getattr(rollout, name).clone()  # of its own memory
-        for rollout in rollouts
-        for name in TENSOR_FIELDS
+    if groups:
+        kept = [(key, age, [_own(r) for r in rollouts]) for key, age, rollouts in groups]
+        content = io.BytesIO()
+        torch.save((origin, kept), content)
+        (folder / GROUPS).write_bytes(content.getbuffer())
+
+
+def _own(rollout: Rollout) -> dict[str, object]:
+    """Return what is not of the prompt; tensors in memory of their own."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in vars(rollout).items()
+        if name not in OF_PROMPT
     }
-    try:
-        safetensors.torch.save_file(tensors, folder / TENSORS)
-    except SafetensorError as error:  # e.g. a full disk
-        raise OSError(str(error)) from error
-    kept = [
-        {
-            "key": group.key,
-            "age": group.age,
-            "rollouts": [
-                {name: getattr(rollout, name) for name in JSON_FIELDS} for rollout in group.rollouts
-            ],
-        }
-        for group in groups
-    ]
-    notes = {"origin": origin, "groups": kept}
-    (folder / NOTES).write_text(json.dumps(notes))
 
 
-def read_groups(folder: Path, prompts: PromptDataset, origin: Mapping[str, Any]) -> list[KeptGroup]:
+def read_groups(folder: Path, prompts: PromptDataset, origin: str) -> list[Kept]:
     """Return what `write_groups` wrote; nothing where samples are made or rewarded in
     another way now.
     """
-    path = folder / NOTES
-    notes = json.loads(path.read_text()) if path.exists() else None
-    if notes is None or notes.get("origin") != origin:
-        return []
-    tensors = safetensors.torch.load_file(folder / TENSORS)
+    path = folder / GROUPS
+    written, kept = torch.load(path, weights_only=True) if path.exists() else (None, [])
     groups = []
-    for group in notes["groups"]:
-        episode, row = group["key"]
-        prompt = prompts[row]
-        rollouts = [
-            Rollout(
-                group_id=0,  # a step gives it one
-                row_id=prompt.row_id,
-                label=prompt.label,
-                datasource=prompt.datasource,
-                columns=prompt.columns,
-                **{name: tensors[f"{fact['sample_id']}.{name}"] for name in TENSOR_FIELDS},
-                **fact,
-            )
-            for fact in group["rollouts"]
-        ]
-        groups.append(KeptGroup((episode, row), group["age"], rollouts))
+    for key, age, rollouts in kept if written == origin else ():
+        prompt = prompts[key[1]]
+        of_prompt = {
+            "group_id": 0,  # a step gives it one
+            "row_id": prompt.row_id,
+            "label": prompt.label,
+            "datasource": prompt.datasource,
+            "columns": prompt.columns,
+        }
+        groups.append((key, age, [Rollout(**of_prompt, **own) for own in rollouts]))
     return groups

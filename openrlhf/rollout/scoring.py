@@ -1,10 +1,8 @@
-"""How rollouts get their rewards: group by group while others still generate, and what becomes of
-groups whose reward cannot be had.
+"""Rewards of rollouts: group by group while others still generate, and the handling of groups
+without one.
 
 A group is the samples of one prompt; its outcome is its scored rollouts, or a RewardError.
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -47,7 +45,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What is done about groups without a reward: `--reward_failure`."""
+    """Handling of groups without a reward: `--reward_failure`."""
 
     step_size: int  # groups of a step, in however many calls it is made
     drops: bool = False  # leave them out, up to `max_dropped` of a step; else the run ends
@@ -56,7 +54,7 @@ class FailurePolicy:
     retry_wait_s: float = 1.0  # before the first retry; doubles with each
 
     @classmethod
-    def of(cls, config: PPOConfig) -> FailurePolicy:
+    def of(cls, config: PPOConfig) -> "FailurePolicy":
         """Return the policy of a run: "fail", "drop_group", "retry" or "retry(5)"."""
         name, num_retries = config.reward.failure, 0
         if name.startswith("retry"):
@@ -118,7 +116,7 @@ class GroupScorer:
         add_score_metrics(scored, metrics)
         return scored
 
-    async def _scored(self, asked: Asked, metrics: Metrics) -> list[Rollout]:
+    async def _scored(self, asked: "Asked", metrics: Metrics) -> list[Rollout]:
         group = asked.group
         self._waiting.append(asked)
         asyncio.get_running_loop().call_soon(self._send)
@@ -152,7 +150,7 @@ class GroupScorer:
             self._waiting = self._waiting[len(batch) :]
             self._start(batch)
 
-    def _next_batch(self) -> list[Asked]:
+    def _next_batch(self) -> "list[Asked]":
         scorer = self.scorer
         if scorer is None or (not scorer.is_streaming and self._num_expected):
             return []
@@ -170,7 +168,7 @@ class GroupScorer:
         may_wait = is_busy and self._num_expected > 0
         return [] if may_wait and num_samples < size else batch
 
-    def _start(self, batch: list[Asked]) -> asyncio.Future[Outcome]:
+    def _start(self, batch: "list[Asked]") -> asyncio.Future[Outcome]:
         """Score a batch; return the first outcome of it."""
         assert self.scorer is not None
         self._num_sent += 1
@@ -178,7 +176,7 @@ class GroupScorer:
         answer.add_done_callback(partial(self._receive, batch))
         return batch[0].outcome
 
-    def _receive(self, batch: list[Asked], answer: asyncio.Future[list[Outcome]]) -> None:
+    def _receive(self, batch: "list[Asked]", answer: asyncio.Future[list[Outcome]]) -> None:
         assert self.scorer is not None
         self._num_sent -= 1
         error = answer.exception()

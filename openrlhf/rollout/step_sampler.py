@@ -2,8 +2,6 @@
 what became of each.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +10,7 @@ from typing import Any
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.errors import RewardError
-from openrlhf.rollout.ledger import Ledger
+from openrlhf.rollout.async_controller import Ledger
 from openrlhf.rollout.rollout import FinishedGroup, GroupKey, GroupStream, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.utils.metrics import Metrics

@@ -6,8 +6,6 @@ so its responses depend neither on the ranks nor on what was done before a resta
 prompt as the model read it, so that later commands score and learn it so; a message list stays one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -40,7 +38,7 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, check_vllm_is_installed
+from openrlhf.engines.vllm_engine import VLLMEngine, check_vllm_is_installed
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.models.loading import (
     check_value_model,
@@ -271,17 +269,17 @@ def vllm_engine(task: BatchTask) -> VLLMEngine:
     """Start the engine of this rank."""
     config, num_gpus = task.config, torch.cuda.device_count()
     return VLLMEngine(
-        VLLMEngineConfig(
-            task.model_path,
-            dtype=DTYPES.get(config.ds.param_dtype, "auto" if num_gpus else "float32"),
-            max_model_len=task.max_model_len,
-            tensor_parallel_size=config.vllm.tensor_parallel_size or max(num_gpus, 1),
-            gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-            enable_prefix_caching=config.vllm.enable_prefix_caching,
-            max_num_seqs=config.vllm.max_num_seqs,
-            seed=config.seed,
-            trust_remote_code=config.trust_remote_code,
-        )
+        {
+            "model": task.model_path,
+            "dtype": DTYPES.get(config.ds.param_dtype, "auto" if num_gpus else "float32"),
+            "max_model_len": task.max_model_len,
+            "tensor_parallel_size": config.vllm.tensor_parallel_size or max(num_gpus, 1),
+            "gpu_memory_utilization": config.vllm.gpu_memory_utilization,
+            "enable_prefix_caching": config.vllm.enable_prefix_caching,
+            "max_num_seqs": config.vllm.max_num_seqs,
+            "seed": config.seed,
+            "trust_remote_code": config.trust_remote_code,
+        }
     )
 
 

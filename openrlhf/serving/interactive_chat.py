@@ -3,8 +3,6 @@
 A conversation that no longer fits loses its oldest turns.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import unicodedata

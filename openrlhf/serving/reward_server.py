@@ -7,8 +7,6 @@ A text is tokenised as it is: special tokens spelled in it are special tokens, s
 a chat template where it was made; nothing is put at its end. The score is read at its last token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

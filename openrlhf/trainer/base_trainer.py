@@ -5,8 +5,6 @@ for, how samples become a batch, and the loss of a batch. The rest is the same f
 samples is a pure function of seed and epoch, so every rank knows every batch.
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from openrlhf.algorithms.balancing import (
     token_budget_batches,
 )
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.datasets.sampler import EpochSampler
+from openrlhf.datasets.sampler import epoch_order
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -190,10 +188,10 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Yield the rows of every global batch from where the run stands to its end; the same on
         every rank.
         """
-        sampler = EpochSampler(len(self.inputs.samples), self.config.train.seed)
+        num_rows, seed = len(self.inputs.samples), self.config.train.seed
         first, num_done = self.position
         for epoch in range(first, self.config.train.max_epochs):
-            for batch in sampler.order(epoch).split(self.batch_size)[num_done:]:
+            for batch in epoch_order(num_rows, seed, epoch).split(self.batch_size)[num_done:]:
                 yield batch.tolist()
             num_done = 0
 

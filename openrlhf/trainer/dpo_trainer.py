@@ -4,8 +4,6 @@ Both answers of a pair run in one packed forward. `loss` in the log is the prefe
 over pairs; `nll_loss` is a mean over the tokens of better answers, with a weight of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -39,13 +37,13 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
     def __init__(self, config: DPOConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         super().__init__(config, inputs, strategy)
         model = config.model
-        options = PreferenceOptions(
+        self.loss_type = model.loss_type
+        self.options = PreferenceOptions(
             beta=model.beta,
             label_smoothing=model.label_smoothing,
             ipo_length_average=model.ipo_length_average,
             simpo_gamma=model.simpo_gamma,
         )
-        self.loss = preference_loss(model.loss_type, options)
         self.nll_coef = model.nll_loss_coef  # of the language-model loss of better answers
         if config.has_reference:
             self.reference = self.load_reference(config.ref.model_name_or_path or inputs.model_path)
@@ -83,7 +81,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
             *by_side(lengths),
             *((None, None) if ref_sums is None else by_side(ref_sums)),
         )
-        terms = self.loss(pairs)
+        terms = preference_loss(self.loss_type, pairs, self.options)
         metrics = Metrics()
         means = {
             "loss": terms.losses_B,

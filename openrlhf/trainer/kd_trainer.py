@@ -6,8 +6,6 @@ The student's head computes both parts in one pass over chunks of tokens, so the
 model ever exist as a whole.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openrlhf.algorithms.distillation import (
-    Distillation,
-    DistillationTerms,
-    Head,
-    chunked_distillation,
-)
+from openrlhf.algorithms.distillation import Distillation, Head, chunked_distillation
 from openrlhf.config.supervised import KDConfig
 from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.collectives import all_gather_object
@@ -36,8 +29,7 @@ from openrlhf.models.support import num_positions
 from openrlhf.trainer.base_trainer import Inputs, add_means, check_same_tokens, load_actor
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics, timed
-from openrlhf.utils.packable import base_model_of
-from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.packing import PackedBatch, base_model_of
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 
 
@@ -58,20 +50,19 @@ def distill(
     coef: float,
     method: Distillation,
 ) -> tuple[Tensor, ...]:
-    """Return the fields of `DistillationTerms`.
+    """Return what `chunked_distillation` does.
 
     Models of one family pad their vocabularies to different widths; logits that only one of
     them has stand for no token and are left out.
     """
     num_logits = min(len(head.weight), len(teacher.weight_VH))
-    terms: DistillationTerms = chunked_distillation(
+    return chunked_distillation(
         first_logits(as_head(head, hidden_NH), num_logits),
         first_logits(teacher, num_logits),
         targets_N,
         coef=coef,
         method=method,
     )
-    return tuple(terms)
 
 
 class Student(Actor):

@@ -5,20 +5,13 @@ before the response of the next row, in the order of the batch, so that neither 
 micro-batches change it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.preference_loss import (
-    KTOOptions,
-    kto_kl_sum,
-    kto_losses,
-    kto_reference_point,
-)
+from openrlhf.algorithms.preference_loss import kto_kl_sum, kto_losses, kto_reference_point
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.supervised import KTOConfig
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
@@ -44,16 +37,11 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
 
     def __init__(self, config: KTOConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         super().__init__(config, inputs, strategy)
-        model, max_len = config.model, config.data.max_len
+        max_len = config.data.max_len
         # Rows are held against the model's positions; a long prompt with a long response is not.
         limit = num_positions(hf_model_of(self.model).config) or max_len
         self.max_len = min(max_len, limit)  # tokens of a mismatched pair
         self.reference = self.load_reference(inputs.model_path)
-        self.options = KTOOptions(
-            beta=model.beta,
-            desirable_weight=model.desirable_loss_weight,
-            undesirable_weight=model.undesirable_loss_weight,
-        )
 
     def counts(self, batch: PreferenceBatch) -> dict[str, float]:
         """Return the number of answers."""
@@ -109,13 +97,15 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
         experts.
         """
         policy_B, ref_B, aux_loss_B = self._logprobs(batch)
-        reference_point = denominators["reference_point"]
+        reference_point, model = denominators["reference_point"], self.config.model
         losses_B, rewards_B = kto_losses(
             policy_B,
             ref_B,
             is_desirable_B=batch.labels,
             reference_point=torch.tensor(reference_point, device=policy_B.device),
-            options=self.options,
+            beta=model.beta,
+            desirable_weight=model.desirable_loss_weight,
+            undesirable_weight=model.undesirable_loss_weight,
         )
         num_samples, metrics = len(losses_B), Metrics()
         means = {

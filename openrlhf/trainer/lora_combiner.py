@@ -3,8 +3,6 @@
 The merging itself and the format of the folder are others' business.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from openrlhf.config.serving import LoraCombinerConfig

@@ -2,8 +2,6 @@
 (`run_ppo_local`).
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -11,20 +9,20 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
+from torch import Tensor
+
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.problems import Gathered
 from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
-from openrlhf.distributed.topology import Topology
 from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
 from openrlhf.rollout.agents.episodes import agent_rollouts, agent_setup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
-from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, is_at_end, open_run
+from openrlhf.trainer.ppo_checkpoints import RunState, is_at_end, open_run
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
     check_runs_without_ray,
@@ -34,7 +32,7 @@ from openrlhf.trainer.ppo_setup import (
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
-from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup, start_forward
+from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup, start_forward
 from openrlhf.trainer.ray.cluster import Cluster, local_cluster, ray_cluster
 from openrlhf.trainer.ray.model_actor import ModelWorker, TrainedWorker
 from openrlhf.trainer.ray.phases import DevicePhases
@@ -43,12 +41,7 @@ from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
 from openrlhf.utils import stopping
-from openrlhf.utils.logging import (
-    format_count,
-    notice,
-    print_banner,
-    redirect_framework_logs,
-)
+from openrlhf.utils.logging import format_count, notice, print_banner, redirect_framework_logs
 from openrlhf.utils.progress import progress
 from openrlhf.utils.tracking import make_tracker
 
@@ -58,25 +51,18 @@ OpenCluster = Callable[..., AbstractContextManager[Cluster]]
 
 def run_ppo_ray(config: PPOConfig) -> None:
     """Train on a Ray cluster: the one there is, else one started on this machine."""
-    has_engines = config.vllm.num_engines != 0
-    _prepare_and_run(config, ray_cluster, Gathered(), has_engines=has_engines)
+    _prepare_and_run(config, ray_cluster, has_engines=config.vllm.num_engines != 0)
 
 
 def run_ppo_local(config: PPOConfig) -> None:
     """Train in this process, without Ray."""
-    topology = Topology.from_env(local_rank=config.local_rank)
-    gathered = Gathered()
-    gathered.attempt(lambda: check_runs_without_ray(config, topology.world_size))
-    # On Ray models are elsewhere: each worker looks at its own machine.
-    gathered.attempt(lambda: check_here(config.ds))
-    has_engines = bool(config.vllm.num_engines)
-    _prepare_and_run(config, local_cluster, gathered, has_engines=has_engines)
+    check_runs_without_ray(config)
+    check_here(config.ds)  # on Ray each worker looks at its own machine
+    _prepare_and_run(config, local_cluster, has_engines=bool(config.vllm.num_engines))
 
 
-def _prepare_and_run(
-    config: PPOConfig, open_cluster: OpenCluster, gathered: Gathered, *, has_engines: bool
-) -> None:
-    inputs = prepare_inputs(config, has_engines=has_engines, gathered=gathered)
+def _prepare_and_run(config: PPOConfig, open_cluster: OpenCluster, *, has_engines: bool) -> None:
+    inputs = prepare_inputs(config, has_engines=has_engines)
     source = inputs.reward_source
     with closing(source) if source else nullcontext(), holding_folders(config.ckpt):
         redirect_framework_logs(inputs.run_dir, "driver")
@@ -102,8 +88,8 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
         # One at a time where reward models and what is trained share devices and run side by side.
         turn=threading.Lock() if config.rewards_take_turns else nullcontext(),
     )
-    checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=inputs.best_metric)
-    checkpoints.check_is_shared()
+    state = RunState(config, opened, groups, phases)
+    state.check_is_shared()
     phases.sleep()
     sizes = _init_models(config, groups, inputs.updates, phases)
     print_banner(banner_sections(config, inputs.updates, cluster, sizes, len(inputs.prompts)))
@@ -114,12 +100,12 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
         config,
         inputs,
         cluster,
+        forwards=forwards_of(config, groups, max(inputs.updates)),
         rollouts=rollouts,
-        phases=phases,
-        checkpoints=checkpoints,
+        state=state,
         tracker=make_tracker(config.logger, inputs.run_dir, settings, resume_step=resume_step),
     )
-    checkpoints.resume(trainer.state)
+    state.resume()
     # What is refused leaves the folder as it was.
     save_resolved(config, inputs.run_dir / "config.yaml")
     with stopping.patiently(config.ckpt.grace_s), naming_lost_ranks():
@@ -129,7 +115,7 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
         folders["critic"] = f"{config.ckpt.output_dir}_critic"
     for role, folder in folders.items():
         export_final(partial(groups[role].call, TrainedWorker.export), Path(folder))
-    opened.note_finished(inputs.run_dir, trainer.state.global_step)
+    opened.note_finished(inputs.run_dir, state.global_step)
     notice(f"model saved to {inputs.run_dir}")
     trainer.say_evaluations()
 
@@ -175,6 +161,26 @@ def _init_models(
     return sizes
 
 
+def forwards_of(config: PPOConfig, groups: Groups, updates_per_rollout: int) -> dict[str, Forward]:
+    """Return the forwards that a run needs, by the column that each gives.
+
+    Old log-probs are needed for off-policy updates, and for a KL in the reward.
+    """
+    methods: dict[str, tuple[str, Callable[..., Tensor]]] = {
+        "old_logprobs": ("actor", PolicyModelActor.compute_logprobs),
+        "values": ("critic", CriticModelActor.compute_values),
+        "ref_logprobs": ("ref", ReferenceModelActor.compute_logprobs),
+    }
+    has_reward_kl = config.has_reference and not config.algo.kl.use_loss
+    if updates_per_rollout == 1 and not has_reward_kl:
+        del methods["old_logprobs"]
+    return {
+        name: partial(start_forward, groups[role], method)
+        for name, (role, method) in methods.items()
+        if role in groups
+    }
+
+
 def _rollouts(
     config: PPOConfig, inputs: RunInputs, cluster: Cluster, phases: DevicePhases
 ) -> Rollouts:
@@ -190,7 +196,7 @@ def _rollouts(
         batch_size, num_steps = config.rollout.micro_batch_size, len(inputs.updates)
         scorer: Scorer = SourceScorer(inputs.reward_source, batch_size, max_steps=num_steps)
     else:
-        has_own_devices = cluster.counts.cluster is not None and not config.train.colocate_all
+        has_own_devices = cluster.view is not None and not config.train.colocate_all
         # Where engines do not pause, models that share their devices cannot wait for a pause.
         never_pauses = config.train.async_enable or config.algo.dynamic_filtering_enable
         names = model_names(config.reward.model_paths)
@@ -218,21 +224,21 @@ def banner_sections(
     """Return the lines a run opens with; `sizes` are parameter counts by role, `num_prompts` of one
     episode.
     """
-    counts, train, rollout, reward = cluster.counts, config.train, config.rollout, config.reward
+    view, train, rollout, reward = cluster.view, config.train, config.rollout, config.reward
+    demands = {demand.role: demand for demand in cluster.demands}
     # Roles of one pool share devices; without Ray there are no pools.
-    places = {demand.role: f", devices: {demand.pool}" for demand in counts.demands}
+    places = {role: f", devices: {demand.pool}" if view else "" for role, demand in demands.items()}
     paths = {"critic": config.critic_source, **reward_roles(config)}
     models = {
         role: f"{paths.get(role, config.policy_path)}: {format_count(size)} parameters, "
-        f"{counts.ranks[role]} rank(s){places.get(role, '')}"
+        f"{demands[role].num_ranks} rank(s){places[role]}"
         for role, size in sizes.items()
     }
     models["generation"] = "the actor itself"
-    if counts.num_engines:
-        width = config.vllm.tensor_parallel_size
-        engines = f"{counts.num_engines} x vLLM of {width} device(s) each"
-        models["generation"] = engines + places.get("vllm", "")
-    view = counts.cluster
+    if "vllm" in demands:
+        width, num_engines = config.vllm.tensor_parallel_size, demands["vllm"].num_ranks
+        engines = f"{num_engines} x vLLM of {width} device(s) each"
+        models["generation"] = engines + places["vllm"]
     num_drawn = min(rollout.batch_size, num_prompts)
     num_samples = num_drawn * rollout.n_samples_per_prompt
     run = {

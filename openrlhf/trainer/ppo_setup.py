@@ -5,8 +5,6 @@ Everything a user can get wrong in data, paths and reward code is found here, be
 loaded.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import news
+from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError
@@ -54,42 +53,38 @@ class RunInputs:
     sampling: SamplingSettings
     eval_sampling: SamplingSettings
     updates: list[int]  # optimizer steps of every rollout batch
-    best_metric: str | None  # by which the best model is kept; None: it is not
+    pass_rate: str | None  # by which evaluations are compared; None: there are none
     vocab_size: int
 
 
-def prepare_inputs(
-    config: PPOConfig, *, has_engines: bool, gathered: Gathered | None = None
-) -> RunInputs:
-    """Load and check tokenizer, prompts and reward source; raises ConfigError or DataError with
-    the problems of all, behind those that are `gathered` already.
+def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
+    """Load and check tokenizer, prompts and reward source; raise ConfigError or DataError with the
+    problems of all.
 
     `has_engines`: vLLM generates, and must be installed; else the policy itself does.
     """
-    gathered = gathered or Gathered()
+    gathered, run_dir = Gathered(), Path(config.ckpt.output_dir)
     gathered.attempt(lambda: check_policy_loss(config.actor.policy_loss_type))
     if has_engines:
         instead = "--vllm_num_engines 0: then the policy generates itself"
         gathered.attempt(lambda: check_vllm_is_installed(instead=instead))
     if agent_path := config.train.agent_func_path:
         gathered.attempt(lambda: load_agent(agent_path))
-    vocab_size = gathered.attempt(lambda: check_models(config, has_engines=has_engines))
+    policy = check_models(config, gathered, has_engines=has_engines)
     tokenizer = gathered.attempt(lambda: load_policy_tokenizer(config))
     notices = tokenizer and gathered.attempt(lambda: check_tokens(config, tokenizer))
-    prompts, eval_prompts, texts = _data(config, tokenizer, gathered)
-    metric = gathered.attempt(lambda: best_metric(config, eval_prompts))
-    if gathered.problems and config.reward.is_function_file:
-        source = gathered.attempt(lambda: _reward_source(config, log_dir=None))
-        if source is not None:
-            source.close()
+    prompts, eval_prompts, texts = _data(config, tokenizer, policy, gathered)
+    compared = gathered.attempt(lambda: pass_rate(config, eval_prompts))
+    source = gathered.attempt(lambda: _reward_source(config, log_dir=run_dir / "logs"))
+    if gathered.problems and source is not None:
+        source.close()
     gathered.raise_if_any()
-    assert vocab_size and tokenizer and prompts, "or else problems were raised"
+    assert policy and tokenizer and prompts, "or else problems were raised"
     say_notices([*(notices or ()), *prompts.notices])
-    if eval_prompts is not None:
-        say_notices(news(eval_prompts.notices, prompts.notices), about="evaluation: ")
-    if texts is not None:
-        say_notices(texts.notices, about="--pretrain_data: ")
-    rollout, held_out, run_dir = config.rollout, config.eval, Path(config.ckpt.output_dir)
+    for data, about in ((eval_prompts, "evaluation: "), (texts, "--pretrain_data: ")):
+        if data is not None:
+            say_notices(news(data.notices, prompts.notices), about=about)
+    rollout, held_out = config.rollout, config.eval
     trust = config.trust_remote_code
     sampling = SamplingSettings(
         num_samples=rollout.n_samples_per_prompt,
@@ -106,12 +101,12 @@ def prepare_inputs(
         prompts=prompts,
         eval_prompts=eval_prompts,
         texts=texts,
-        reward_source=_reward_source(config, log_dir=run_dir / "logs"),
+        reward_source=source,
         sampling=sampling,
         eval_sampling=replace(sampling, num_samples=num_samples, temperature=temperature),
         updates=planned_updates(config, len(prompts)),
-        best_metric=metric,
-        vocab_size=vocab_size,
+        pass_rate=compared,
+        vocab_size=policy.get_text_config().vocab_size,
     )
 
 
@@ -130,15 +125,16 @@ def planned_updates(config: PPOConfig, num_prompts: int) -> list[int]:
     ]
 
 
-def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
+def check_runs_without_ray(config: PPOConfig) -> None:
     """Raise ConfigError for what needs processes of its own."""
-    if num_ranks > 1:
+    if (num_ranks := Topology.from_env(local_rank=config.local_rank).world_size) > 1:
         raise ConfigError(
             f"train_ppo was started as {num_ranks} processes, and trains in one. Use train_ppo_ray "
             f"--actor_num_gpus_per_node {num_ranks} for several ranks."
         )
     needs = {
         "--async_train": config.train.async_enable,
+        "--vllm_num_engines above 1": (config.vllm.num_engines or 0) > 1,
         "--ring_attn_size": config.ds.ring_attn_size > 1,
         "--ds_tensor_parallel_size": config.ds.tensor_parallel_size > 1,
     }
@@ -148,18 +144,16 @@ def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
         )
 
 
-def best_metric(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | None:
-    """Return the metric by which the best model is kept, or None: without a name only beside
-    checkpoints. Raises ConfigError for a name that no evaluation logs.
+def pass_rate(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | None:
+    """Return the metric by which evaluations are compared, pass@1 of the first data source without
+    a name; None without evaluation. Raise ConfigError for a name that no evaluation logs.
     """
-    key = config.ckpt.best_metric_key
-    if key == "none" or eval_prompts is None or (key == "" and config.ckpt.save_steps <= 0):
+    if eval_prompts is None:
         return None
-    sources = dict.fromkeys(prompt.datasource for prompt in eval_prompts)
-    names = pass_rate_names(sources, config.eval.n_samples_per_prompt)
-    found = [name for name in names if key in (name, name.removeprefix("eval/"))]
-    if key == "":
-        found = [name for name in names if name.endswith("_pass1")]
+    key, sources = config.ckpt.best_metric_key, [prompt.datasource for prompt in eval_prompts]
+    names = pass_rate_names(dict.fromkeys(sources), config.eval.n_samples_per_prompt)
+    wanted = names[1] if key in ("", "none") else key
+    found = [name for name in names if wanted in (name, name.removeprefix("eval/"))]
     if not found:
         raise ConfigError(
             f"--ckpt.best_metric_key {key} is no pass rate of the evaluation. Type one of "
@@ -169,7 +163,10 @@ def best_metric(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | 
 
 
 def _data(
-    config: PPOConfig, tokenizer: Tokenizer | None, gathered: Gathered
+    config: PPOConfig,
+    tokenizer: Tokenizer | None,
+    policy: "PretrainedConfig | None",
+    gathered: Gathered,
 ) -> tuple[PromptDataset | None, PromptDataset | None, SFTDataset | None]:
     """Return prompts, prompts of the evaluation and pre-training text; note their problems. Without
     a tokenizer check files and columns alone.
@@ -180,19 +177,14 @@ def _data(
         if rows is not None and tokenizer is not None:
             made[data_set.about] = data_set.tokenise(gathered, rows, tokenizer)
     texts = made.get(PRETRAIN)
-    if texts is not None:
-        gathered.attempt(lambda: _check_texts(config, texts), about=PRETRAIN)
+    if texts is not None and policy is not None:
+        size, positions = policy.get_text_config().vocab_size, num_positions(policy)
+        check = partial(texts.check_fits, num_embeddings=size, num_positions=positions)
+        gathered.attempt(partial(check, config.policy_path), about=PRETRAIN)
     return made.get(TRAINING), made.get(EVALUATION), texts
 
 
-def _check_texts(config: PPOConfig, texts: SFTDataset) -> None:
-    path = config.policy_path
-    policy = load_config(path, trust_remote_code=config.trust_remote_code)
-    num_embeddings, positions = policy.get_text_config().vocab_size, num_positions(policy)
-    texts.check_fits(path, num_embeddings=num_embeddings, num_positions=positions)
-
-
-def _reward_source(config: PPOConfig, *, log_dir: Path | None) -> RewardSource | None:
+def _reward_source(config: PPOConfig, *, log_dir: Path) -> RewardSource | None:
     reward, batch_size = config.reward, config.rollout.micro_batch_size
     if not reward.remote_url:
         return None
@@ -213,10 +205,11 @@ def _reward_source(config: PPOConfig, *, log_dir: Path | None) -> RewardSource |
     )
 
 
-def check_models(config: PPOConfig, *, has_engines: bool) -> int:
-    """Raise ConfigError for models that cannot be used; return the policy's vocabulary size."""
+def check_models(
+    config: PPOConfig, gathered: Gathered, *, has_engines: bool
+) -> "PretrainedConfig | None":
+    """Note what forbids to use a model; return the policy's config, if it can be read."""
     path = config.policy_path
-    gathered = Gathered()
     load = partial(load_config, trust_remote_code=config.trust_remote_code)
     found = {name: gathered.attempt(partial(load, name)) for name in named_models(config)}
     for name, facts in found.items():
@@ -230,12 +223,9 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
         if name in config.reward.model_paths:
             gathered.attempt(partial(_check_head, config, name, facts))
         gathered.attempt(partial(_check_positions, config, name, facts))
-    policy = found[path]
-    if policy is not None and has_engines:
+    if found[path] is not None and has_engines:
         gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
-    gathered.raise_if_any()
-    assert policy is not None, "or else problems were raised"
-    return int(policy.get_text_config().vocab_size)
+    return found[path]
 
 
 def named_models(config: PPOConfig) -> list[str]:
@@ -263,7 +253,7 @@ def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-def _check_head(config: PPOConfig, path: str, facts: PretrainedConfig) -> None:
+def _check_head(config: PPOConfig, path: str, facts: "PretrainedConfig") -> None:
     """Refuse a reward model without a value head, or without a scale to normalise by."""
     if base_of_adapter(path) is not None:  # both are known when it is merged
         return
@@ -276,7 +266,7 @@ def _check_head(config: PPOConfig, path: str, facts: PretrainedConfig) -> None:
         reward_scale(facts)
 
 
-def _check_positions(config: PPOConfig, name: str, facts: PretrainedConfig) -> None:
+def _check_positions(config: PPOConfig, name: str, facts: "PretrainedConfig") -> None:
     """Refuse lengths of prompt and response that a model cannot read as a whole."""
     limit = num_positions(facts)
     prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens

@@ -4,47 +4,33 @@ workers.
 Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Built by ppo_run.py.
 """
 
-from __future__ import annotations
-
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.sampler import EpochSampler, PromptCursor
+from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rollout.rollout import Rollouts
-from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
-from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, RunState
+from openrlhf.trainer.ppo_checkpoints import RunState
 from openrlhf.trainer.ppo_setup import RunInputs
-from openrlhf.trainer.ppo_utils.evaluation import (
-    Evaluation,
-    evaluation_metrics,
-    has_fallen,
-    noteworthy,
-)
+from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics, has_fallen, with_error
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer, plan_updates
-from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup, start_forward
+from openrlhf.trainer.ppo_utils.experience_maker import make_experience
+from openrlhf.trainer.ppo_utils.replay_buffer import mix_texts, plan_updates
+from openrlhf.trainer.ppo_utils.worker_group import Forward
 from openrlhf.trainer.ray.cluster import Cluster
 from openrlhf.trainer.ray.model_actor import TrainedWorker
-from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from openrlhf.trainer.ray.ppo_critic import CriticModelActor
-from openrlhf.trainer.ray.scorers import ReferenceModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import (
-    STDERR,
     RunClock,
     eval_line,
     hints,
@@ -56,7 +42,7 @@ from openrlhf.utils.logging import (
 )
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.tracking import RolloutWriter, Tracker
+from openrlhf.utils.tracking import Tracker, write_rollouts
 
 MAX_SHOWN = 200  # characters of a response in a hint
 
@@ -72,45 +58,30 @@ class PPOTrainer:
         inputs: RunInputs,
         cluster: Cluster,
         *,
+        forwards: Mapping[str, Forward],
         rollouts: Rollouts,
-        phases: DevicePhases,
-        checkpoints: PPOCheckpoints,
+        state: RunState,
         tracker: Tracker,
     ) -> None:
         self.config, self.inputs, self.rollouts = config, inputs, rollouts
         self.groups, self.engines = cluster.groups, cluster.engines
-        self.phases, self.checkpoints, self.tracker = phases, checkpoints, tracker
+        self.state, self.phases, self.tracker = state, state.phases, tracker
         self.num_steps = len(inputs.updates)  # at most
-        forwards = forwards_of(config, self.groups, max(inputs.updates))
-        self.experience_maker = RemoteExperienceMaker(config, forwards)
-        self.rollout_writer = RolloutWriter(inputs.run_dir, num_kept=config.rollout.num_kept_files)
+        self.forwards = forwards
         # Half precision rounds.
         self.max_mismatch_kl = 1e-3 if cluster.policy_dtype == torch.float32 else 0.1
-        self.trained_groups: set[int] = set()  # of this step, from what reached the update
         self.is_compared = False  # True once engine and trainer were, in this run
-        algo, size, seed = config.algo, config.rollout.batch_size, config.train.seed
-        prompts, texts = inputs.prompts, inputs.texts
-        order = EpochSampler(len(prompts), seed)
-        cursor = PromptCursor(order, num_episodes=config.train.num_episodes)
+        algo, train = config.algo, config.train
+        teaching = GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)
         self.sampler = StepSampler(
-            prompts,
-            cursor,
-            batch_size=size,
-            group_filter=GroupFilter(
-                *algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty
-            )
-            if algo.dynamic_filtering_enable
-            else None,
+            inputs.prompts,
+            PromptCursor(len(inputs.prompts), train.seed, num_episodes=train.num_episodes),
+            batch_size=config.rollout.batch_size,
+            group_filter=teaching if algo.dynamic_filtering_enable else None,
             num_at_once=config.rollout.vllm_generate_batch_size,
             policy=FailurePolicy.of(config),
         )
-        mixer = None if texts is None else TextMixer(texts, seed=seed)
-        self.state = RunState(self.source(), algo.kl, mixer)
-        self.clock = RunClock(0)
-
-    def source(self) -> StepSampler | RolloutQueue:
-        """Return what the samples of a step come from; its state is kept in checkpoints."""
-        return self.sampler
+        state.sampler = self.sampler
 
     def fit(self) -> None:
         """Run all episodes from where the run stands; evaluate before the first step, every
@@ -132,7 +103,6 @@ class PPOTrainer:
                 if not self.is_over:
                     state.unlogged.merge(metrics)
                 continue
-            state.sampler.settle(self.trained_groups)
             self.report(state.global_step, metrics, rollouts)
             every = self.config.eval.steps
             if self.is_over or (every > 0 and state.global_step % every == 0):
@@ -142,7 +112,7 @@ class PPOTrainer:
                 self.stop()
         self.log(state.global_step)
         self.check_has_learnt()
-        if [found.step for found in state.evaluations[-1:]] != [state.global_step]:
+        if [found["step"] for found in state.evaluations[-1:]] != [state.global_step]:
             self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
         self.tracker.close()
@@ -151,22 +121,22 @@ class PPOTrainer:
         """Compare the first, the best and the last evaluation, if there were several; warn of a
         policy that became worse than its best.
         """
-        if len({found.step for found in self.state.evaluations}) < 2:
+        name, found = self.inputs.pass_rate, self.state.evaluations
+        steps = [int(values["step"]) for values in found]
+        if name is None or len(set(steps)) < 2:
             return
-        first, best, last = self.state.evaluations
-        name, place = short_name(best.name), self.checkpoints.opened.store.find(best.step)
-        where = str(place or "not kept, --save_steps keeps the best")
-        if place is None and best.step == 0:
-            where = self.config.policy_path
+        first, best, last = (with_error(values, name) for values in found)
+        unkept = "not kept, --save_steps keeps the best" if steps[1] else self.config.policy_path
+        where = self.state.opened.store.find(steps[1]) or unkept
         notice(
-            f"{name}: first {first} (step {first.step}), best {best} (step {best.step}, {where}), "
-            f"last {last} (step {last.step})"
+            f"{short_name(name)}: first {first} (step {steps[0]}), best {best} (step {steps[1]}, "
+            f"{where}), last {last} (step {steps[2]})"
         )
-        if has_fallen(best, last):
+        if has_fallen(found[1], found[2], name):
             warn(
-                f"the policy got worse: {name} fell from {best} at step {best.step} to {last} at "
-                f"step {last.step}, by more than two standard errors. The model of step "
-                f"{best.step}: {where}."
+                f"the policy got worse: {short_name(name)} fell from {best} at step {steps[1]} to "
+                f"{last} at step {steps[2]}, by more than two standard errors. The model of step "
+                f"{steps[1]}: {where}."
             )
 
     def check_has_learnt(self) -> None:
@@ -200,8 +170,7 @@ class PPOTrainer:
         for engine in self.engines:  # they may be at work, and are not needed any more
             engine.call(VLLMEngine.shutdown)
         self.phases.engines.clear()
-        with self.phases.training():
-            outcome = self.checkpoints.save_last(self.state)
+        outcome = self.state.save_last()
         self.tracker.close()
         raise stopping.Interrupted(outcome)
 
@@ -232,23 +201,23 @@ class PPOTrainer:
         self.check_versions(rollouts)
         with self.phases.training():
             with timed("make_experience", metrics):
-                experience, experience_metrics = self.experience_maker.make_experience_batch(
-                    rollouts, self.state.kl_coef
+                experience, experience_metrics = make_experience(
+                    self.config, self.forwards, rollouts, self.state.kl_coef
                 )
             with timed("ppo_train", metrics):
                 metrics.merge(experience_metrics).merge(self.ppo_train(experience, global_step))
-        self.trained_groups = set(experience.group_ids.tolist())
         self.check_mismatch(metrics, global_step)
         if self.trains_actor(global_step) or self.phases.needs_weights:
             with timed("broadcast", metrics):
                 self.broadcast_to_vllm()
         if "kl" in metrics:
             self.state.adapt_kl_coef(metrics["kl"], len(rollouts))
+        self.state.sampler.settle(set(experience.group_ids.tolist()))
         return metrics
 
     def ppo_train(self, experience: Experience, global_step: int) -> Metrics:
         """Update the critic, then the policy (unless the critic still warms up alone)."""
-        metrics, train, texts = Metrics(), self.config.train, self.state.texts
+        metrics, train, texts = Metrics(), self.config.train, self.inputs.texts
         for role in ("critic", "actor"):
             if role not in self.groups or (role == "actor" and not self.trains_actor(global_step)):
                 continue
@@ -262,7 +231,9 @@ class PPOTrainer:
                 kl_coef=self.state.kl_coef,
             )
             if role == "actor" and texts is not None:
-                shares = texts.mix(shares)
+                num_seen = self.state.num_texts
+                self.state.num_texts += sum(step.num_samples for step in shares[0])
+                shares = mix_texts(shares, texts, num_seen=num_seen, seed=train.seed)
             with self.phases.update(group):
                 for part in group.start(TrainedWorker.fit, [(share,) for share in shares])():
                     metrics.merge(part)
@@ -287,9 +258,8 @@ class PPOTrainer:
 
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Save a checkpoint every `--save_steps`, and of the end."""
-        if self.checkpoints.is_due(self.state, is_last=is_last):
-            with self.phases.training():
-                self.checkpoints.save(self.state)
+        if self.state.is_due(is_last=is_last):
+            self.state.save()
             if self.phases.needs_weights:
                 self.broadcast_to_vllm()
 
@@ -308,13 +278,8 @@ class PPOTrainer:
         values = evaluation_metrics(samples.rollouts, inputs.eval_sampling.num_samples)
         self.tracker.log(global_step, values)
         notice(eval_line(global_step, values))
-        pass_1 = next((name for name in values if name.endswith("_pass1")), None)
-        if (name := inputs.best_metric or pass_1) in values:
-            evaluation = Evaluation(name, global_step, values[name], values.get(name + STDERR))
-            same = [found for found in self.state.evaluations if found.name == name]
-            self.state.evaluations = noteworthy([*same, evaluation])
-            if inputs.best_metric is not None and evaluation == self.state.evaluations[1]:
-                self.checkpoints.keep_best(evaluation)
+        if (name := inputs.pass_rate) in values:
+            self.state.note_evaluation(name, {"step": global_step} | values)
 
     def check_versions(self, rollouts: Sequence[Rollout]) -> None:
         """Refuse samples that are further behind the policy than allowed, or of several versions
@@ -350,7 +315,8 @@ class PPOTrainer:
         self.state.num_unlogged += 1
         if global_step % self.config.logger.logging_steps == 0:
             self.log(global_step)
-        file = self.rollout_writer.write(global_step, [_row(rollout) for rollout in rollouts])
+        num_kept, rows = self.config.rollout.num_kept_files, [_row(r) for r in rollouts]
+        file = write_rollouts(self.inputs.run_dir, global_step, rows, num_kept=num_kept)
         values = self.values_of(metrics)
         for line in hints(values, self.state.history, example=_example(rollouts[0], file)):
             notice(line)
@@ -374,27 +340,6 @@ class PPOTrainer:
         values["kl_coef"] = self.state.kl_coef
         times = {name: v / num_steps for name, v in values.items() if name.startswith("timing/")}
         return values | times
-
-
-def forwards_of(
-    config: PPOConfig, groups: Mapping[str, WorkerGroup], updates_per_rollout: int
-) -> dict[str, Forward]:
-    """Return the forwards that a run needs, by the column that each gives.
-
-    Old log-probs are needed for off-policy updates, and for a KL in the reward.
-    """
-    methods: dict[str, tuple[str, Callable[..., Tensor]]] = {}
-    has_reward_kl = config.has_reference and not config.algo.kl.use_loss
-    if updates_per_rollout > 1 or has_reward_kl:
-        methods["old_logprobs"] = ("actor", PolicyModelActor.compute_logprobs)
-    if "critic" in groups:
-        methods["values"] = ("critic", CriticModelActor.compute_values)
-    if "ref" in groups:
-        methods["ref_logprobs"] = ("ref", ReferenceModelActor.compute_logprobs)
-    return {
-        name: partial(start_forward, groups[role], method)
-        for name, (role, method) in methods.items()
-    }
 
 
 def _example(rollout: Rollout, file: Path | None) -> str:

@@ -1,21 +1,19 @@
 """Asynchronous RL: the step of PPOTrainer behind a bounded queue, filled while it trains."""
 
-from __future__ import annotations
-
-from collections import Counter
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.engines.base import SamplingSettings
 from openrlhf.rollout.async_controller import AsyncLimits
-from openrlhf.rollout.rollout_queue import RolloutQueue, sample_origin
+from openrlhf.rollout.rollout_queue import RolloutQueue
+from openrlhf.trainer.ppo_setup import RunInputs
 from openrlhf.trainer.ppo_trainer import PPOTrainer
-from openrlhf.utils.logging import notice
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.user_code import code_digest
-
-WAIT_S = 4 * 3600.0  # for samples; no call of an engine takes longer
 
 
 class PPOTrainerAsync(PPOTrainer):
@@ -28,18 +26,20 @@ class PPOTrainerAsync(PPOTrainer):
     # The first step of a run that goes on may have older samples.
     mismatch_metric = "vllm_kl/stale_0"
 
-    def source(self) -> RolloutQueue:
-        config, sampling = self.config, self.inputs.sampling
-        self.queue = RolloutQueue(
-            self.sampler,
-            self.rollouts,
-            sampling,
-            async_limits(config),
-            origin=sample_origin(sampling, reward_origin(config)),
-            wait_s=WAIT_S,
-            say=notice,
+    def __init__(self, config: PPOConfig, inputs: RunInputs, *args: Any, **named: Any) -> None:
+        super().__init__(config, inputs, *args, **named)
+        size, train = config.rollout.batch_size, config.train
+        limits = AsyncLimits(
+            batch_size=size,
+            max_staleness=train.async_queue_size,
+            max_running=config.rollout.vllm_generate_batch_size or size,
+            keeps_running=train.partial_rollout_enable,
         )
-        return self.queue
+        origin = sample_origin(config, inputs.sampling)
+        self.queue = RolloutQueue(
+            self.sampler, self.rollouts, inputs.sampling, limits, origin=origin
+        )
+        self.state.sampler = self.queue
 
     def fit(self) -> None:
         with self.queue:
@@ -71,25 +71,16 @@ class PPOTrainerAsync(PPOTrainer):
         super().report(global_step, metrics, rollouts)
 
 
-def reward_origin(config: PPOConfig) -> dict[str, Any]:
-    """Return what decides the reward of a sample, as JSON: settings, and the text of user code."""
+def sample_origin(config: PPOConfig, sampling: SamplingSettings) -> str:
+    """Return what decides how a sample is made and rewarded: settings, and the text of user
+    code.
+    """
     names = {"remote_url", "model_name_or_path", "weights", "normalize_enable"}
-    reward = config.reward.model_dump(mode="json", include=names)
-    agent = config.train.agent_func_path
-    code = config.reward.remote_url if config.reward.is_function_file else agent
+    agent, reward = config.train.agent_func_path, config.reward
+    code = reward.remote_url if reward.is_function_file else agent
     digest = code_digest(code) if code else None
-    return {**reward, "agent_func_path": agent, "code_sha256": digest}
-
-
-def async_limits(config: PPOConfig) -> AsyncLimits:
-    """Return how far generation may run ahead in this run."""
-    size = config.rollout.batch_size
-    return AsyncLimits(
-        batch_size=size,
-        max_staleness=config.train.async_queue_size,
-        max_running=config.rollout.vllm_generate_batch_size or size,
-        keeps_running=config.train.partial_rollout_enable,
-    )
+    rewarded = reward.model_dump(mode="json", include=names)
+    return json.dumps([asdict(sampling), rewarded, agent, digest])
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], weight_version: int) -> Metrics:
@@ -97,14 +88,11 @@ def staleness_metrics(rollouts: Sequence[Rollout], weight_version: int) -> Metri
     each; the share of samples whose tokens are of several versions.
     """
     metrics = Metrics()
-    counts: Counter[int] = Counter()
     for rollout in rollouts:
         versions = set(rollout.weight_versions.tolist())
         staleness = weight_version - min(versions, default=weight_version)
-        counts[staleness] += 1
+        metrics.add(f"num_samples/stale_{staleness}", 1, reduction="sum")
         metrics.add("staleness_mean", staleness)
         metrics.add("staleness_max", staleness, reduction="max")
         metrics.add("mixed_version_ratio", float(len(versions) > 1))
-    for staleness, count in counts.items():
-        metrics.add(f"num_samples/stale_{staleness}", count, reduction="sum")
     return metrics

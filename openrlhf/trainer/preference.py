@@ -1,10 +1,8 @@
-"""What preference trainers share: packed pairs and labelled answers, and the frozen reference.
+"""Shared by the preference trainers: packed pairs and labelled answers, and the frozen reference.
 
 The reference is a second model or the policy's own base: an adapter that is switched off. It can be
 asked about all samples once, before the first step; a second model is then let go of.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -68,7 +66,7 @@ class PreferenceBatch(Batch):
         samples: Sequence[PreferencePair] | Sequence[UnpairedExample],
         packed: PackedBatch,
         labels: Tensor,
-    ) -> PreferenceBatch:
+    ) -> "PreferenceBatch":
         """Add the reference's sums that the samples carry, if it was asked before."""
         sums = [sample.ref_sums for sample in samples if sample.ref_sums is not None]
         assert len(sums) in (0, len(samples)), "all have reference log-probs, or none"

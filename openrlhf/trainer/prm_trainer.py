@@ -5,8 +5,6 @@ micro-batches and ranks. The LM head sees hidden states at markers alone; with r
 their rows of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,7 +50,7 @@ class MarkedBatch(Batch):
 
 
 class MarkerTerms(NamedTuple):
-    """What is known at the M markers of a batch."""
+    """Losses and verdicts at the M markers of a batch."""
 
     losses: Tensor  # (M,) fp32
     is_correct: Tensor  # (M,) bool
@@ -71,8 +69,7 @@ def judge_markers(
     logits_MR = raw_MR.float() * head.scale
     if head.softcap is not None:
         logits_MR = head.softcap * (logits_MR / head.softcap).tanh()
-    columns_R = torch.arange(len(reward_tokens_R), device=labels_M.device)
-    return tuple(prm_losses(logits_MR, labels_M, reward_tokens_R=columns_R))
+    return prm_losses(logits_MR, labels_M)
 
 
 @torch.no_grad()

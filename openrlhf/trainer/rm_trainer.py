@@ -4,8 +4,6 @@ What is exported carries mean and standard deviation of its scores, and is read 
 does not give the scores the trainer saw is an error, not a model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.reward_loss import pairwise_losses
+from openrlhf.algorithms.preference_loss import pairwise_losses
 from openrlhf.config.supervised import RMConfig
 from openrlhf.datasets.reward_dataset import PreferencePair
 from openrlhf.distributed.collectives import on_main
@@ -25,7 +23,7 @@ from openrlhf.models.value_head import RewardModel, RewardTerms
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, SampleSet, add_means
 from openrlhf.trainer.preference import PreferenceBatch, by_side, pack_pairs
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.packable import base_model_of
+from openrlhf.utils.packing import base_model_of
 
 NUM_CHECKED_PAIRS = 4  # scored again from the exported files
 MAX_SCORE_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}  # of the largest

@@ -1,7 +1,5 @@
 """Supervised fine-tuning and continued pre-training: token mean of -log p over the whole step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -4,8 +4,6 @@ A recipe is the class of its trainer. Everything a user can get wrong in data is
 model is loaded.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from functools import partial
@@ -159,7 +157,7 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
 
 def _configs(
     recipe: Recipe, config: ConfigT, model_path: str, gathered: Gathered
-) -> dict[str, PretrainedConfig]:
+) -> "dict[str, PretrainedConfig]":
     """Return the configs of the models that read the rows, by path."""
     found: dict[str, PretrainedConfig] = {}
     for path in dict.fromkeys((model_path, *recipe.other_models(config))):

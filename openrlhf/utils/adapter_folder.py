@@ -3,8 +3,6 @@
 Whoever takes the path of a model asks here first; what can only work with whole weights refuses.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,11 +1,9 @@
-"""What an agent file is written against: the environment of an episode, and executors that run it.
+"""Interface of agent files: the environment of an episode, and executors that run it.
 
 A file defines `AgentExecutor`. Both known shapes of it run: one made once with engine, tokenizer
 and queue, and one that is given them with every episode. Training uses the tokens that the engine
 sampled, whatever the code here does with text.
 """
-
-from __future__ import annotations
 
 import asyncio
 import copy
@@ -49,7 +47,7 @@ class ContextFullError(AgentError):
 
 @dataclass
 class SamplingParams:
-    """How a turn is sampled, under vLLM's names. Every episode has its own and may change it.
+    """Sampling settings of a turn, under vLLM's names. Every episode has its own and may change it.
 
     Temperature, top_p and repetition_penalty stay as the run's: its log-probs are taken with them.
     """
@@ -70,7 +68,7 @@ class SamplingParams:
     min_p: float = 0.0
     min_tokens: int = 0
 
-    def clone(self) -> SamplingParams:
+    def clone(self) -> "SamplingParams":
         """Return a copy that may be changed by itself."""
         return copy.deepcopy(self)
 

@@ -7,8 +7,6 @@ the gradient of one rank that holds all. Suffixes: S tokens of a slice, P = c * 
 padded row, N places that are read, n of them in the slice of this rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal

@@ -2,8 +2,6 @@
 process has ended in any way. Linux only; elsewhere it just fails.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -3,8 +3,6 @@
 Torch is imported late: some who ask change the choice before any library looks at it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

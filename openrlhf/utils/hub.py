@@ -5,8 +5,6 @@ seconds; where it does not answer, only its cache is used from then on, in this 
 it starts.
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 import sys

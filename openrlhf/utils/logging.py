@@ -5,8 +5,6 @@ the hints is made by pure functions of metrics; the names are the logged names.
 vLLM, Ray and DeepSpeed are known here only by the names of their loggers and switches.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -123,7 +121,7 @@ def print_banner(sections: Mapping[str, Mapping[str, object]]) -> None:
 
 _LOSSES = ("policy_loss", "loss", "gpt_loss", "kto_loss", "prm_loss", "distil_loss")
 # Label on the step line, metrics of which the first one that was logged is shown, form of a number.
-STEP_FIELDS = (
+STEP_FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("reward",), "{:.3f}"),
     ("score", ("score",), "{:.3f}"),
     ("loss", _LOSSES, "{:.4f}"),

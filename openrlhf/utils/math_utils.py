@@ -1,7 +1,5 @@
 """Reading mathematical answers: pure functions on text that reward files import."""
 
-from __future__ import annotations
-
 BOXED = "\\boxed"
 
 

@@ -4,8 +4,6 @@ ranks is exact.
 `timed` is the one clock of the package; names follow the logged names of the documentation.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +40,7 @@ class Metrics:
         for name, value in values.items():
             self.add(name, value)
 
-    def merge(self, other: Metrics) -> Metrics:
+    def merge(self, other: "Metrics") -> "Metrics":
         """Fold another set in; return self."""
         for name, cell in other.cells.items():
             self._absorb(name, *cell)
@@ -57,7 +55,7 @@ class Metrics:
         return {name: list(cell) for name, cell in self.cells.items()}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Sequence[Any]]) -> Metrics:
+    def from_state_dict(cls, state: Mapping[str, Sequence[Any]]) -> "Metrics":
         """Return the metrics of a `state_dict`."""
         return cls({name: (cell[0], cell[1], cell[2]) for name, cell in state.items()})
 

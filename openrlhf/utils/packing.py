@@ -1,19 +1,21 @@
 """The one batch form that models see: several token sequences laid end to end in one row, with no
 padding.
 
-Knows where sequences begin and which tokens are targets; does not know how attention over the row
-is computed.
+Knows where sequences begin, which tokens are targets, and which model families need padded rows;
+does not know how attention over the row is computed.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class PackedBatch(Batch):
     @classmethod
     def from_sequences(
         cls, token_ids: Sequence[Tensor], target_masks: Sequence[Tensor]
-    ) -> PackedBatch:
+    ) -> "PackedBatch":
         """Pack B sequences (each (T_i,) int64) and their masks (each (T_i,) bool)."""
         lengths = tuple(len(ids) for ids in token_ids)
         batch = cls(torch.cat(list(token_ids)), lengths, torch.cat(list(target_masks)).bool())
@@ -79,3 +81,30 @@ class PackedBatch(Batch):
         counts = torch.zeros(len(self.seq_lengths), dtype=torch.int64, device=self.token_ids.device)
         owner = torch.bucketize(self.predict_index, self.cu_seqlens[1:].long(), right=True)
         return counts.index_add_(0, owner, torch.ones_like(owner))
+
+
+# The other families see padded rows, one sequence each, on every machine: a recurrent one would
+# carry its state over the boundaries in a row, one with an attention of its own drops them.
+PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
+
+def base_model_of(model: Any) -> Any:
+    """Return the Hugging Face model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_padded(model: Any) -> bool:
+    """Return True if a model, inside its adapters or bare, sees padded rows."""
+    base = base_model_of(model)
+    return why_padded(type(base), base.config) is not None
+
+
+def why_padded(model_class: "type[PreTrainedModel]", config: "PretrainedConfig") -> str | None:
+    """Return what keeps a family from packed rows; None if nothing does."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
+    if model_class._is_stateful or kinds:
+        return ", ".join(sorted(kinds)) or "recurrent layers"
+    if not model_class._supports_attention_backend:
+        return "an attention of its own"
+    return None if model_class._supports_sdpa else "an attention that torch's kernels do not have"

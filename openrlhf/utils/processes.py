@@ -1,7 +1,5 @@
 """Ends a process with all that it started, and sees that a process ends with its parent."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

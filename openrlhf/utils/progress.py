@@ -1,7 +1,5 @@
 """Progress bars of this process: rich's, drawn on a terminal only, and only for work that lasts."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager

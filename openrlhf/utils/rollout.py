@@ -5,8 +5,6 @@ A literal example: prompt ids [7, 8], sampled ids [9, 2] give token_ids [7, 8, 9
 action_mask [F, F, T, T]; logprobs has one number per sampled token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +13,19 @@ import torch
 from torch import Tensor
 
 from openrlhf.errors import EngineError
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One prompt as the engines get it."""
+
+    row_id: int  # index of the row in the data set, before anything was dropped
+    prompt_text: str
+    prompt_token_ids: tuple[int, ...]
+    label: object = ""  # without --label_key
+    datasource: str = "default"
+    columns: dict[str, object] = field(default_factory=dict)  # the row's other columns
+    source: object = None  # the prompt as its row has it: text, or messages
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,12 @@ Every id of a command line becomes the folder of its snapshot before anything re
 else knows which hub it came from.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TypeVar
 
-from openrlhf.config.base import with_value
-from openrlhf.config.common import CommandConfig
+from openrlhf.config.base import CommandConfig, with_value
 from openrlhf.config.local_paths import is_hub_id, named_things
 from openrlhf.errors import ConfigError, first_line
 

@@ -3,8 +3,6 @@
 A second signal ends the process at once, and so does the end of the grace time.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -4,8 +4,6 @@ Works on any device and dtype; the same bits give the same fingerprint everywher
 where a buffer lives or who reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

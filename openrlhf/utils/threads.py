@@ -3,8 +3,6 @@
 They are daemons: a program that ends in an error does not wait for them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine

@@ -5,8 +5,6 @@ plain text it is, while the same token in a chat template or an input template k
 it does in a column of plain text, unless that is not trusted. Knows nothing of columns or rows.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future

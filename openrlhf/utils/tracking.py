@@ -5,8 +5,6 @@ sinks live behind a bounded queue in a thread of their own, with everything they
 Nothing here knows what a metric means.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import queue
@@ -62,7 +60,7 @@ class Tracker:
         run_dir: Path | str,
         *,
         resume_step: int | None = None,
-        sinks: Sequence[BackgroundSink] = (),
+        sinks: "Sequence[BackgroundSink]" = (),
     ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.sinks = sinks
@@ -186,36 +184,30 @@ def make_tracker(
     return Tracker(run_dir, resume_step=resume_step, sinks=sinks)
 
 
-class RolloutWriter:
-    """Samples as parquet, one file a step: `rollouts/step_000001.parquet`, one row a sample.
+def write_rollouts(
+    run_dir: Path | str, step: int, rows: Sequence[Mapping[str, object]], *, num_kept: int
+) -> Path | None:
+    """Write one step's samples as parquet, one row a sample, over an earlier attempt's:
+    `rollouts/step_000001.parquet`. Return the file, or None where a full disk lost it, which is
+    said once. The files of the last `num_kept` steps stay.
 
     Rows may differ in their columns; a missing one is null. Values parquet has no common type for
-    are written as JSON text. A full disk costs the file and one warning. The files of the last
-    `num_kept` steps stay.
+    are written as JSON text.
     """
+    import pyarrow.parquet  # noqa: PLC0415 - heavy
 
-    def __init__(self, run_dir: Path | str, *, num_kept: int) -> None:
-        self.folder = Path(run_dir) / "rollouts"
-        self.num_kept = num_kept
-
-    def write(self, step: int, rows: Sequence[Mapping[str, object]]) -> Path | None:
-        """Write one step's samples over an earlier attempt's; return the file, or None if lost."""
-        import pyarrow.parquet  # noqa: PLC0415 - heavy
-
-        path = self._path(step)
-        unfinished = path.with_suffix(".partial")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            pyarrow.parquet.write_table(_as_table(rows), unfinished)
-            unfinished.replace(path)
-            self._path(step - self.num_kept).unlink(missing_ok=True)
-        except OSError as error:
-            warn_once(f"rollouts cannot be written to {self.folder} ({error}); training goes on.")
-            return None
-        return path
-
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step_{step:06d}.parquet"
+    folder = Path(run_dir) / "rollouts"
+    path, oldest = (folder / f"step_{number:06d}.parquet" for number in (step, step - num_kept))
+    unfinished = path.with_suffix(".partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(_as_table(rows), unfinished)
+        unfinished.replace(path)
+        oldest.unlink(missing_ok=True)
+    except OSError as error:
+        warn_once(f"rollouts cannot be written to {folder} ({error}); training goes on.")
+        return None
+    return path
 
 
 def _as_table(rows: Sequence[Mapping[str, object]]) -> object:

@@ -2,8 +2,6 @@
 training can hold them, its exceptions in one line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

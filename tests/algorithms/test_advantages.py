@@ -1,7 +1,5 @@
 """Group baselines, GAE, returns, normalisation, and the order of the steps."""
 
-from __future__ import annotations
-
 import statistics
 from typing import get_args
 
@@ -11,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.algorithms import advantages
-from openrlhf.algorithms.advantages import ESTIMATORS, estimator
+from openrlhf.algorithms.advantages import (
+    ESTIMATORS,
+    estimator,
+    penalise_overlong,
+    penalise_truncated,
+)
 from openrlhf.config.ppo import GROUP_ESTIMATORS, Estimator
 
 WIDE = (-1e9, 1e9)
@@ -157,3 +160,20 @@ def test_flash_reinforce_subtracts_the_mean_of_the_batch_and_nothing_else():
 def test_the_flag_has_every_estimator():
     assert set(get_args(Estimator)) == set(ESTIMATORS)
     assert set(GROUP_ESTIMATORS) <= set(ESTIMATORS)
+
+
+def test_overlong_penalty_grows_linearly_over_the_buffer():
+    lengths = torch.tensor([10, 80, 81, 90, 100, 130])
+    found = penalise_overlong(
+        torch.ones(6), lengths, max_new_tokens=100, buffer_len=20, penalty_factor=2.0
+    )
+    assert found.tolist() == pytest.approx([1.0, 1.0, 0.9, 0.0, -1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("coef", "expected"),
+    [(1.0, [3.0, 2.0]), (0.25, [3.0, 0.5]), (0.0, [3.0, 0.0]), (-0.5, [3.0, -0.5])],
+)
+def test_truncated_samples_are_scaled_or_set(coef, expected):
+    rewards, is_truncated = torch.tensor([3.0, 2.0]), torch.tensor([False, True])
+    assert penalise_truncated(rewards, is_truncated, coef=coef).tolist() == expected

@@ -1,7 +1,5 @@
 """Splits of samples over ranks and micro-batches."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Log-probs and entropy of an LM head in chunks, against all logits at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

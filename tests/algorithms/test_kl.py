@@ -1,7 +1,5 @@
 """KL estimators and the adaptive coefficient."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The supervised token loss and the loss of a process reward model."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -22,29 +20,29 @@ def test_loss_is_the_negative_mean_over_the_tokens_of_the_step():
 
 
 def test_hard_labels_are_token_ids_of_the_whole_vocabulary():
-    terms = prm_losses(LOGITS, torch.tensor([GOOD, BAD]))
-    assert terms.losses_N.tolist() == pytest.approx([math.log(10 / 4), math.log(8)])
-    assert terms.is_correct_N.tolist() == [True, False]
+    losses, is_correct = prm_losses(LOGITS, torch.tensor([GOOD, BAD]))
+    assert losses.tolist() == pytest.approx([math.log(10 / 4), math.log(8)])
+    assert is_correct.tolist() == [True, False]
 
 
 def test_reward_tokens_restrict_the_softmax():
-    terms = prm_losses(LOGITS, torch.tensor([GOOD, BAD]), reward_tokens_R=REWARD_TOKENS)
+    losses, is_correct = prm_losses(LOGITS[:, REWARD_TOKENS], torch.tensor([0, 1]))
     # 4 against 2, and 1 against 2
-    assert terms.losses_N.tolist() == pytest.approx([math.log(6 / 4), math.log(3)])
-    assert terms.is_correct_N.tolist() == [True, False]
+    assert losses.tolist() == pytest.approx([math.log(6 / 4), math.log(3)])
+    assert is_correct.tolist() == [True, False]
 
 
 def test_soft_labels_are_probabilities_of_the_first_reward_token():
-    terms = prm_losses(LOGITS, torch.tensor([0.9, 0.2]), reward_tokens_R=REWARD_TOKENS)
+    losses, is_correct = prm_losses(LOGITS[:, REWARD_TOKENS], torch.tensor([0.9, 0.2]))
     first = 0.9 * math.log(6 / 4) + 0.1 * math.log(6 / 2)
     second = 0.2 * math.log(3 / 2) + 0.8 * math.log(3 / 1)
-    assert terms.losses_N.tolist() == pytest.approx([first, second])
-    assert terms.is_correct_N.tolist() == [True, False]
+    assert losses.tolist() == pytest.approx([first, second])
+    assert is_correct.tolist() == [True, False]
 
 
 def test_the_gradient_of_a_soft_label_is_probability_minus_label():
     logits = LOGITS.clone().requires_grad_()
     labels = torch.tensor([0.9, 0.2])
-    prm_losses(logits, labels, reward_tokens_R=REWARD_TOKENS).losses_N.sum().backward()
+    prm_losses(logits[:, REWARD_TOKENS], labels)[0].sum().backward()
     expected = [[0, 1 / 3 - 0.1, 0, 2 / 3 - 0.9], [0, 1 / 3 - 0.8, 0, 2 / 3 - 0.2]]
     torch.testing.assert_close(logits.grad, torch.tensor(expected))

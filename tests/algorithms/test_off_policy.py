@@ -1,6 +1,4 @@
-"""The report on disagreement between trainer and engine."""
-
-from __future__ import annotations
+"""Importance weights of tokens that the engine sampled."""
 
 import math
 
@@ -11,20 +9,7 @@ from openrlhf.algorithms.off_policy import (
     Correction,
     ImportanceWeights,
     importance_weights,
-    mismatch_report,
 )
-
-
-def test_report_by_hand():
-    trainer = torch.tensor([0.5, 0.25]).log()
-    engine = torch.tensor([0.25, 0.25]).log()
-    report = mismatch_report(trainer, engine)
-    # the engine drew the first token half as often as the trainer thinks: 2 - 1 - log 2
-    assert report.num_tokens == 2
-    assert report.kl == pytest.approx((1 - math.log(2)) / 2, rel=1e-6)
-    assert report.mean_abs == pytest.approx(math.log(2) / 2)
-    assert report.max_abs == pytest.approx(math.log(2))
-
 
 # Two samples with the ratios 1, 4 and 0.25, 1; their geometric means are 2 and 0.5.
 RATIOS = torch.tensor([1.0, 4.0, 0.25, 1.0])

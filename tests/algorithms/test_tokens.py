@@ -1,7 +1,5 @@
 """Flat vectors, padded blocks and reductions over ragged samples."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

@@ -1,12 +1,9 @@
 """Commands: help is light, errors are lines with an exit code, keys stay secret."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -50,21 +47,9 @@ def test_help_of_every_command_imports_no_heavy_library():
     )
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith("usage: ")] == [
-        f"usage: openrlhf {name} [-h] [OPTIONS]" for name in COMMANDS
-    ]
-    assert [line for line in lines if line.startswith("LOADED")] == [
-        f"LOADED {name} []" for name in COMMANDS
-    ]
-
-
-def test_the_console_script_lists_the_commands_that_exist(capsys):
-    console.main(["--help"])
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:2] == "  "]
-    assert listed == COMMANDS
-    for module, _ in console.COMMANDS.values():
-        assert Path(console.__file__).with_name(f"{module}.py").exists()
+    lines = set(done.stdout.splitlines())
+    for name in COMMANDS:
+        assert {f"usage: openrlhf {name} [-h] [OPTIONS]", f"LOADED {name} []"} <= lines
 
 
 @pytest.mark.parametrize(

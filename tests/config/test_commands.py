@@ -1,7 +1,5 @@
 """The commands in users' documents parse as they stand there."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -4,8 +4,6 @@ MASTER_ADDR and MASTER_PORT are torch's own: ranks of tests/distributed/spawn.py
 of asynchronous training: test_async_settings.py; GPUs: tests/serving/test_batch_inference.py.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

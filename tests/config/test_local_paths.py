@@ -1,7 +1,5 @@
 """What a command names and is not there is said with everything else, before anything heavy."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +95,7 @@ def test_a_path_that_is_not_there_is_one_line(
         (PPOConfig, PPO_NEEDS + "--prompt_data rows.jsonl,org/d@main,rows@part,rows"),
         (PPOConfig, PPO_NEEDS + "--remote_rm_url http://a:5000/x,http://b/y.py"),
         (PPOConfig, PPO_NEEDS + "--remote_rm_url code.py --policy_loss_type code.py:loss"),
+        (PPOConfig, PPO_NEEDS + "--remote_rm_url exec:/nowhere/score.sh"),
         (SFTConfig, SFT_NEEDS + "--tokenizer_chat_template text"),
         (SFTConfig, SFT_NEEDS + "--load_checkpoint --ckpt_path ./nothing-yet --save_path ./new"),
         (SFTConfig, SFT_NEEDS + "--use_tensorboard"),

@@ -1,7 +1,5 @@
 """YAML files give defaults that flags win over; a written config reads back as the same tree."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 
@@ -67,20 +65,15 @@ def test_unknown_keys_and_wrong_values_are_named_with_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "start"),
-    [
-        ("- 1\n- 2", "--config has no keys at its top"),
-        ("a: [1", "--config is not valid YAML"),
-        (None, "--config cannot be read"),
-    ],
+    ("text", "reason"),
+    [("- 1\n- 2", "no keys at its top"), ("a: [1", "line 1, column 4"), (None, "No such file")],
 )
-def test_a_file_that_is_no_config_is_one_line(tmp_path, text, start):
+def test_a_file_that_is_no_config_is_one_line(tmp_path, text, reason):
     path = tmp_path / "run.yaml"
     argv = ["--config", str(path)] if text is None else write(path, text)
-    first = problems([*argv, "--pretrain", "m", "--dataset", "d"])
-    assert len(first) == 1
-    assert first[0].startswith(start)
-    assert str(path) in first[0]
+    [line] = problems([*argv, "--pretrain", "m", "--dataset", "d"])
+    assert line.startswith(f"--config cannot be read: {path} (")
+    assert reason in line
 
 
 @pytest.mark.parametrize(
@@ -103,7 +96,7 @@ def test_a_written_config_reads_back_as_the_same_tree(tmp_path, config_class, li
     parsed = parse_config(config_class, ["--config", str(tmp_path / "run" / "config.yaml")])
     assert parsed.config == config
     assert parsed.config.model_dump() == config.model_dump()
-    assert parsed.notices == ()
+    assert parsed.notices == []
 
 
 def test_switches_of_flags_that_may_stand_alone(tmp_path):
@@ -127,8 +120,8 @@ def test_a_list_is_a_comma_list_where_one_may_stand(tmp_path):
 
 
 def test_a_key_is_never_written_and_never_kept_in_the_tree(tmp_path):
-    argv = ["--pretrain", "m", "--dataset", "d", "--use_wandb", "canary-key-123"]
-    parsed = parse_config(SFTConfig, argv)
+    argv = ["--dataset", "d", "--use_wandb", "canary-key-123", "--local_rank", "1"]
+    parsed = parse_config(SFTConfig, ["--pretrain", "m", *argv])
     assert parsed.environment == {"WANDB_API_KEY": "canary-key-123"}
     assert "canary" not in parsed.config.model_dump_json()
     assert not any("canary" in line for line in parsed.notices)
@@ -136,9 +129,4 @@ def test_a_key_is_never_written_and_never_kept_in_the_tree(tmp_path):
     text = (tmp_path / "c.yaml").read_text()
     assert "canary" not in text
     assert yaml.safe_load(text)["logger"]["wandb"]["key"] == "true"
-
-
-def test_the_rank_of_a_process_is_not_part_of_a_written_run(tmp_path):
-    argv = ["--pretrain", "m", "--dataset", "d", "--local_rank", "1"]
-    save_resolved(parse_config(SFTConfig, argv).config, tmp_path / "c.yaml")
-    assert "local_rank" not in yaml.safe_load((tmp_path / "c.yaml").read_text())
+    assert "local_rank" not in text  # of a process, not of a run

@@ -1,7 +1,5 @@
 """The tokenizer of tests of data sets: it is changed, so each test has its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

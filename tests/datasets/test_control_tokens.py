@@ -2,8 +2,6 @@
 in messages they are text. Each data set is made as its command makes it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -64,7 +62,7 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
     config = parse_config(config_class, words.split()).config
     tokenizer = load_tokenizer(str(model))
     if config_class is PPOConfig:
-        samples, _, _ = ppo_setup._data(config, tokenizer, Gathered())
+        samples = ppo_setup._data(config, tokenizer, None, Gathered())[0]
     elif config_class is BatchInferenceConfig:
         task = how(config)
         samples = task.samples

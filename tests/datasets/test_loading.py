@@ -1,7 +1,5 @@
 """Files, folders, blends, and what can be wrong with them, each with its place and a remedy."""
 
-from __future__ import annotations
-
 import gzip
 
 import datasets

@@ -1,7 +1,5 @@
 """The functions that documents of OpenRLHF show for preparing data of one's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from openrlhf.datasets import prompts_dataset, reward_dataset, sft_dataset

@@ -1,7 +1,5 @@
 """Judged steps: markers, their labels, and every way in which the two do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

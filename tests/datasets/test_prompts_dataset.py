@@ -1,7 +1,5 @@
 """Prompts: one BOS, nothing cut in silence, every bad row named."""
 
-from __future__ import annotations
-
 import pytest
 from datasets import Dataset
 

@@ -1,7 +1,5 @@
 """Pairs: where the prompt ends, one EOS a side, and which rows are no pair."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What is learned: the response and its end, every assistant turn, or every token."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Labelled answers: labels that are labels, and prompts that can be joined with other responses."""
 
-from __future__ import annotations
-
 import pytest
 from datasets import Dataset
 

@@ -3,8 +3,6 @@
 Ranks are forked from a server that has imported the heavy libraries and computed nothing.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

@@ -2,8 +2,6 @@
 and the gradients of all of them (of every loss: tests/trainer/test_every_loss.py).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

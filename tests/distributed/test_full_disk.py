@@ -1,7 +1,5 @@
 """A model that has no room on its disk: said before training, and not lost behind it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Muon: which parameters it moves, orthogonal steps, the same ones in every ZeRO stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 micro-batches, ranks, ZeRO stages, ranks without a sample, rows that two of four ranks share.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How long ranks wait for one another, and what they hear meanwhile."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

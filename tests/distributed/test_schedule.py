@@ -1,7 +1,5 @@
 """The learning rate ends exactly where its schedule ends, whatever the name and the length."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

@@ -1,8 +1,6 @@
 """Layers split over ranks (`--ds_tensor_parallel_size`) train to the weights of one rank:
-log-probs, values, gradient norms, exports, states (beside other ranks: test_one_step.py).
+log-probs, values, gradient norms, exports, states (beside shared rows: test_support_matrix.py).
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 

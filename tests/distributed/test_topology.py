@@ -1,7 +1,5 @@
 """The world is divided once, by arithmetic anyone can check by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from openrlhf.distributed.topology import Topology

@@ -2,8 +2,6 @@
 both goes on with the same rows and the same losses.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """An engine and its model, which the tests of a folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

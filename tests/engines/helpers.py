@@ -1,7 +1,5 @@
 """What the tests of all engines share: requests, weights in buckets, Hugging Face as reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,7 @@ from openrlhf.engines.base import (
     SamplingSettings,
     WeightBucket,
 )
-from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.trainer.ray.weight_sync import WeightTransport
 
 PROMPT = tuple(range(20, 60))
@@ -29,10 +27,8 @@ def request(prompt: Sequence[int] = PROMPT, **sampling: Any) -> GenerationReques
 
 def start(path: Path, **settings: Any) -> VLLMEngine:
     """A small vLLM engine in this process."""
-    config = VLLMEngineConfig(
-        str(path), dtype="float32", max_model_len=512, max_num_seqs=32, **settings
-    )
-    return VLLMEngine(config)
+    small = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32}
+    return VLLMEngine({"model": str(path), **small, **settings})
 
 
 def load(path: Path) -> Any:

@@ -1,8 +1,5 @@
 """A model that samples with its own `generate`, and takes weights in buckets as an engine does."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -51,6 +48,6 @@ class ReceivingModel(OwnGenerate):
 
     def sleep(self) -> None: ...
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> None: ...
+    def wake_up(self, tag: str) -> None: ...
 
     def shutdown(self) -> None: ...

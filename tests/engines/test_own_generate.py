@@ -1,7 +1,5 @@
 """A model's own `generate`: what it samples, and the log-probs it reports."""
 
-from __future__ import annotations
-
 import pytest
 
 from openrlhf.engines.own_generate import OwnGenerate

@@ -2,8 +2,6 @@
 what the trainer computes with those weights.
 """
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future
 

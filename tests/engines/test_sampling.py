@@ -1,7 +1,5 @@
 """vLLM and a model's own `generate` sample alike, with the log-probs that the trainer computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

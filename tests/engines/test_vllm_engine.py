@@ -1,13 +1,11 @@
 """vLLM in this process samples what the trainer computes, before and after weight updates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.engines.vllm_logprobs import report_full_logprobs
+from openrlhf.engines.weight_receiver import report_full_logprobs
 from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import (
@@ -86,11 +84,11 @@ def test_after_a_sleep_nothing_is_sampled_until_weights_and_memory_are_back(
     monkeypatch.setattr(executor, "collective_rpc", noted)
     engine.sleep()
     [pending] = engine.submit([request(temperature=0.0, max_new_tokens=24)])
-    engine.wake_up(("weights",))
+    engine.wake_up("weights")
     send(engine, weights(model), 0)
     with pytest.raises(TimeoutError):
         pending.result(timeout=0.3)
-    engine.wake_up(("kv_cache",))
+    engine.wake_up("kv_cache")
     [answer] = pending.result(timeout=60)
     assert answer.token_ids == greedy(model)
     assert told == [

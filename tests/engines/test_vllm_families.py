@@ -1,7 +1,5 @@
 """Weights of mixtures of experts, and of families that the trainer pads, reach vLLM as they are."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What an engine holds after an update is compared with what was sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,13 +18,19 @@ def test_an_engine_with_plain_weights_compares_all_of_them(tiny_tied_model_dir, 
     monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
     engine, model = start(tiny_tied_model_dir), load(tiny_tied_model_dir)
     worker = engine.llm.model_executor.driver_worker.worker
-    parameters = dict(worker.get_model().named_parameters())
+    receiver = worker.weight_transfer_engine
     try:
         for version in (1, 2, 3):
             shake(model, version)
             send(engine, weights(model), version)
-            assert worker.weight_receipt()[1] == len(parameters)
         assert engine_greedy(engine) == greedy(model)
+        for name, parameter in worker.get_model().named_parameters():
+            first = (0,) * parameter.ndim
+            held = parameter.data[first].clone()
+            parameter.data[first] += 1
+            with pytest.raises(WeightSyncError, match=f"{name} does not hold"):
+                receiver._check_held()
+            parameter.data[first] = held
 
         def lose(loaded: Any) -> None:
             dict(loaded.named_parameters())[LAST].data[0, 0] += 1

@@ -1,7 +1,5 @@
 """Buckets reach other processes of the node by a handle, and any process by a broadcast."""
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing.connection import Connection
 

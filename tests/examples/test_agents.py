@@ -1,7 +1,5 @@
 """The agents that are shown act: in the examples, and in the document about them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

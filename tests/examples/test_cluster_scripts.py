@@ -1,7 +1,5 @@
 """SLURM and Docker scripts: understood as they stand, and run where `srun` is this very machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat
@@ -124,7 +122,7 @@ def test_rl_trains_on_a_ray_cluster_of_the_nodes_of_a_slurm_job(install, tiny_va
         EXTRA_ARGS=TINY_RL,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    assert "CPU ranks on 8 core(s)" in result.stdout  # 4 of each node
+    assert "0 GPU(s), 8 core(s)" in result.stdout  # 4 of each node
     assert not Path(f"/tmp/ray-{JOB['SLURM_JOB_ID']}").exists()
     assert (tmp_path / "run" / "model.safetensors").is_file()
 

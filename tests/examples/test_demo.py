@@ -1,7 +1,5 @@
 """The demo's data, reward and report."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -5,8 +5,6 @@ that improve is untrained and types any of forty characters; that of conditional
 answer with few or many vowels, as it comes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

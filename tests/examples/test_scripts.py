@@ -1,7 +1,5 @@
 """Every example script's command line is understood, as it stands and through its variables."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess
@@ -9,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.config.base import CommandConfig
 from openrlhf.config.cli import parse_config
-from openrlhf.config.common import CommandConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig, ServeRewardConfig
 from openrlhf.config.supervised import (

@@ -1,7 +1,5 @@
 """Every training script runs to its end with tiny local models, through its variables."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An engine in a process of its own, as it is beside a trainer, and where tests of devices run."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+from openrlhf.engines.vllm_engine import VLLMEngine
 
 # The same test on a GPU, and as far as a CPU can show it.
 DEVICES = [
@@ -20,10 +18,10 @@ DEVICES = [
 ]
 
 
-def serve(connection: Connection, config: VLLMEngineConfig, devices: str) -> None:
+def serve(connection: Connection, settings: dict[str, Any], devices: str) -> None:
     """Answer calls of an engine until shutdown was one of them."""
     os.environ["CUDA_VISIBLE_DEVICES"] = devices  # before anything asks for CUDA
-    engine = VLLMEngine(config)
+    engine = VLLMEngine(settings)
     method = ""
     while method != "shutdown":
         method, args, options = connection.recv()
@@ -36,10 +34,10 @@ def serve(connection: Connection, config: VLLMEngineConfig, devices: str) -> Non
 class RemoteEngine:
     """An engine in a process of its own."""
 
-    def __init__(self, config: VLLMEngineConfig, devices: str) -> None:
+    def __init__(self, settings: dict[str, Any], devices: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, config, devices), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, settings, devices), daemon=True)
         self.process.start()
 
     def call(self, method: Callable[..., Any], *args: object) -> Any:

@@ -1,7 +1,5 @@
 """PPO whose models and engine share one GPU in turns; needs Ray, vLLM and DeepSpeed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Packed models on CUDA against plain Hugging Face; needs torch, transformers and this package."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Shared rows and split layers over NCCL, by the bodies of the tests on CPU ranks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An engine that slept while the policy was trained wakes up with the new weights; needs vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.engines.vllm_engine import VLLMEngineConfig
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.weight_sync import WeightTransport
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
@@ -23,14 +20,14 @@ MAX_GAP = {"cuda": 0.1, "cpu": 1e-3}  # of log-probs: bf16, fp32
 @contextmanager
 def sleeping_engine(path: Path, device: str) -> Iterator[tuple[RemoteEngine, WeightTransport]]:
     """An engine that may sleep, and the way to it."""
-    config = VLLMEngineConfig(
-        str(path),
-        dtype="bfloat16" if device == "cuda" else "float32",
-        max_model_len=512,
-        gpu_memory_utilization=SHARE,
-        enforce_eager=True,
-        enable_sleep=True,
-    )
+    config = {
+        "model": str(path),
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "max_model_len": 512,
+        "gpu_memory_utilization": SHARE,
+        "enforce_eager": True,
+        "enable_sleep_mode": True,
+    }
     engine = RemoteEngine(config, "0" if device == "cuda" else "")
     transport = WeightTransport("handles", torch.device(device), [engine], endpoint=endpoint)
     try:
@@ -72,11 +69,11 @@ def test_a_sleeping_engine_gives_its_memory_back_and_takes_it_again(tmp_path):
         engine.sleep()
         asleep, _ = torch.cuda.mem_get_info()
         assert asleep - awake > 0.8 * SHARE * total  # nearly all of it was cache
-        engine.wake_up(("weights",))
+        engine.wake_up("weights")
         only_weights, _ = torch.cuda.mem_get_info()
         assert only_weights - awake > 0.8 * SHARE * total  # the cache is still away
         transport.send(sent, 1)
-        engine.wake_up(("kv_cache",))
+        engine.wake_up("kv_cache")
         again, _ = torch.cuda.mem_get_info()
         assert again == pytest.approx(awake, abs=0.02 * total)
         [[answer]] = engine.generate([request(max_new_tokens=4)])

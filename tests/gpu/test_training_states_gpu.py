@@ -1,7 +1,5 @@
 """Training states that were away between phases, and fp16 with its loss scale; needs DeepSpeed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

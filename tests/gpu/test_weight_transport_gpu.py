@@ -1,11 +1,8 @@
 """Weights from this process to a vLLM engine in another one, each way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from openrlhf.engines.vllm_engine import VLLMEngineConfig
 from openrlhf.trainer.ray.weight_sync import WeightTransport
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
 from tests.gpu.engines import RemoteEngine, endpoint
@@ -26,13 +23,13 @@ CASES = [  # way, memory of the buckets, device, GPU of the engine
 def test_three_updates_arrive(tmp_path, way, memory, device, gpu):
     path = make_model(tmp_path, hidden_size=128)
     dtype, max_gap = (torch.bfloat16, 0.1) if device == "cuda" else (torch.float32, 1e-3)
-    config = VLLMEngineConfig(
-        str(path),
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=512,
-        gpu_memory_utilization=0.2,
-        enforce_eager=True,
-    )
+    config = {
+        "model": str(path),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": 512,
+        "gpu_memory_utilization": 0.2,
+        "enforce_eager": True,
+    }
     engine = RemoteEngine(config, gpu)
     transport = WeightTransport(way, torch.device(memory), [engine], endpoint=endpoint)
     transport.bucket_bytes = 50_000  # several buckets, and tensors larger than one

@@ -1,7 +1,5 @@
 """The documents' RL commands, with names and sizes that fit a laptop."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Data and models the integration tests share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

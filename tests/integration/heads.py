@@ -1,7 +1,5 @@
 """Ray heads for tests: each with ports and a folder of its own, ended by process id."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """RL commands in this process, on the Hugging Face engine: started, stopped, typed again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """--agent_func_path through the commands: several turns, rewards of the agent's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import dedent
 
@@ -9,7 +7,7 @@ import pytest
 
 from openrlhf.cli import train_ppo
 from tests.integration.commands import run_command, steps_of
-from tests.rollout.agent_files import OPENAI_EXECUTOR
+from tests.rollout.agent_fakes import OPENAI_EXECUTOR
 from tests.rollout.test_agent_files import ENV, NEW, OWN_LOOP
 
 # The environment counts its turns; what is rewarded differs from sample to sample.

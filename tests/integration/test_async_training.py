@@ -1,7 +1,5 @@
 """--async_train on real Ray, vLLM and DeepSpeed: bounded, balanced, resumed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -2,8 +2,6 @@
 starts.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """batch_inference under launchers: every rank does its share, with an engine of its own."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A side that samples otherwise ends a run rather than train it on nonsense."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

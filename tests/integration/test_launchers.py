@@ -2,8 +2,6 @@
 that the documents give; what they learn shows on rows they never saw.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

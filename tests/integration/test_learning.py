@@ -4,8 +4,6 @@ A random byte model is rewarded for the letters that its row's answer names. The
 vocabulary; within a minute or two they are most of what it writes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The memory of a long run does not grow with its steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

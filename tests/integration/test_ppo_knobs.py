@@ -1,7 +1,5 @@
 """Settings of RL whose effect shows only in a whole run, on the Hugging Face engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas

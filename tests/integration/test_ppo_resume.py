@@ -2,8 +2,6 @@
 optimizers, random numbers, ledger and log.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -2,8 +2,6 @@
 engines hold the policy of the checkpoint, every prompt has one outcome.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The Ray cluster that a run starts for itself, beside another run's and reached by nobody else."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os

@@ -1,7 +1,5 @@
 """Clusters of `ray start --head`: jobs submitted to one, and demands that it cannot meet."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -39,7 +37,7 @@ assert other_job.wait(10)
 def timed_place(demands, deadline_s):
     start = time.monotonic()
     try:
-        slots = place(demands, cluster, deadline_s=deadline_s)
+        slots, _ = place(demands, cluster, deadline_s=deadline_s)
     except ConfigError as error:
         return {"error": str(error), "code": error.exit_code, "s": time.monotonic() - start}
     return {"roles": sorted(slots), "s": time.monotonic() - start}

@@ -2,8 +2,6 @@
 for bit, the model and the log of the command that was never stopped.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

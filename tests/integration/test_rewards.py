@@ -1,7 +1,5 @@
 """Every source of rewards in whole runs, and what a reward that cannot be had does to them."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The commands run as a user types them, so a change of the code behind them leave
 is. `python -m tests.integration.test_same_numbers` records anew what is meant to differ.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor

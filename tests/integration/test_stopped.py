@@ -1,7 +1,5 @@
 """Processes that are stopped rather than killed: named after a while, ended at their deadline."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A supervised command with wandb and TensorBoard: both hold the numbers of metrics.jsonl."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The documents' RL commands on real Ray, vLLM and DeepSpeed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

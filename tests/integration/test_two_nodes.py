@@ -1,7 +1,5 @@
 """Weights on a real Ray cluster of two nodes: the policy on the one, its engine on the other."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 

@@ -1,7 +1,5 @@
 """A run in which nothing is learnt, or the wrong thing, says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ragged batches and the slow, obvious way to compute what the packed models compute."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

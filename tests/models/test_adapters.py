@@ -1,7 +1,5 @@
 """Adapters: what they train, and their folder, which stands for the base with it merged."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Attention over packed rows equals a loop over tokens, also where ranks share a row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -140,3 +138,8 @@ def test_models_whose_rows_cannot_be_shared_are_refused(config, flags, why):
     with pytest.raises(ConfigError, match=why):
         refuse_unsupported(config, "m", DeepSpeedConfig(ring_attn_size=4, **flags))
     refuse_unsupported(config, "m", DeepSpeedConfig())
+
+
+def test_a_budget_of_tokens_does_not_bound_padded_rows():
+    with pytest.raises(ConfigError, match="--use_dynamic_batch: the rows of m are padded"):
+        refuse_unsupported(BloomConfig(), "m", DeepSpeedConfig(), has_token_budget=True)

@@ -2,9 +2,6 @@
 as the model itself; those that do more than a head to their hidden states are refused.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +16,9 @@ from openrlhf.models.loading import check_own_logits, load_sequence_model
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.support import causal_class, padding_note
 from openrlhf.models.value_head import RewardModel
-from openrlhf.utils.packable import why_padded
+from openrlhf.utils.packing import why_padded
 from tests.models.helpers import full_batch, random_sequences
-from tests.tiny import make_model, make_reward_model, make_tokenizer, write_jsonl
+from tests.tiny import make_model, make_reward_model, write_jsonl
 
 LENGTHS = (7, 1, 12, 5, 12)
 SIZES = {"vocab_size": 262, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -101,17 +98,6 @@ def test_a_head_that_does_more_is_refused() -> None:
     config = hf.BertConfig(**SIZES, intermediate_size=64, is_decoder=True)
     with pytest.raises(ConfigError, match="BertLMHeadModel computes its logits in a way of its"):
         check_own_logits(make(config, PACKED_ATTENTION))
-
-
-def test_a_budget_of_tokens_does_not_bound_padded_rows(tmp_path: Path, refuse: Callable) -> None:
-    make_tokenizer(tmp_path / "model")
-    PADDED["bloom"]().save_pretrained(tmp_path / "model")
-    data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q", "output": "a"}])
-    words = f"--pretrain {tmp_path}/model --save_path {tmp_path}/run --use_dynamic_batch "
-    words += f"--dataset {data} --input_key input --output_key output"
-    code, error = refuse("train_sft", words.split())
-    assert code == 2, error
-    assert f"--use_dynamic_batch: the rows of {tmp_path}/model are padded" in error
 
 
 @pytest.mark.parametrize("family", ["bloom", "qwen3_next"])

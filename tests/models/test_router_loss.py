@@ -1,7 +1,5 @@
 """The router loss of each packed sequence equals Hugging Face's on that sequence alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

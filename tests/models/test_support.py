@@ -2,8 +2,6 @@
 sizes that a model's config tells before its weights are read.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Real HTTP servers for the tests: each answers as its test says and keeps what it was sent."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterable
@@ -18,7 +16,7 @@ def rewards(values: list[Any], **more: Any) -> Answer:
     return 200, json.dumps({"rewards": values, **more}).encode()
 
 
-def lengths(server: RewardServer, body: dict[str, Any]) -> Answer:
+def lengths(server: "RewardServer", body: dict[str, Any]) -> Answer:
     """The length of every query, as a good server would."""
     return rewards([float(len(query)) for query in body["query"]])
 
@@ -35,7 +33,7 @@ class RewardServer:
     stopping: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __enter__(self) -> RewardServer:
+    def __enter__(self) -> "RewardServer":
         server = self
 
         class Handler(BaseHTTPRequestHandler):

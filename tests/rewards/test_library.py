@@ -1,7 +1,5 @@
 """Verifiable rewards: what is right, what is not, and programs that do not behave."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -1,7 +1,5 @@
 """A reward function in killable processes: limits hold, the pool heals, nothing is left over."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

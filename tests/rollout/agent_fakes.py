@@ -1,7 +1,5 @@
 """What agents are tested with: an engine that says what a function tells it to, and shorthands."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -11,7 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import dedent
 
-from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError
@@ -20,6 +17,7 @@ from openrlhf.rollout.agents.episodes import agent_rollouts
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.utils.agent import AgentError
+from openrlhf.utils.rollout import PromptRecord
 from tests.rollout.stream_fakes import sampler_of, stopped
 
 Say = Callable[[GenerationRequest], Sequence[int]]
@@ -30,14 +28,22 @@ def logprob_of(token: int) -> float:
     return -0.1 - token % 7 / 10
 
 
-class FakeEngine:
-    """Samples what `say` answers, cut to the room there is; the version can be moved on."""
+class StreamingEngine:
+    """Samples what `say` answers, cut to the room there is; answers each request by itself, as the
+    engine with a step loop does. The version can be moved on.
+    """
 
-    def __init__(self, say: Say, *, delay_s: float = 0.0) -> None:
+    sample = VLLMEngine.sample
+
+    def __init__(self, say: Say, *, delay_s: float = 0.0, token_s: float = 0.0) -> None:
+        """`delay_s`: before a request is sampled. `token_s`: for each token of it."""
         self.say = say
         self.delay_s = delay_s
+        self.token_s = token_s
         self.weight_version = 0
         self.requests: list[GenerationRequest] = []
+        self.aborted: set[Future[list[Completion]]] = set()
+        self.num_sampled = 0  # tokens
 
     def complete(self, request: GenerationRequest) -> Completion:
         self.requests.append(request)
@@ -47,65 +53,32 @@ class FakeEngine:
         reason = "length" if is_cut or ids[-1] not in request.sampling.stop_token_ids else "stop"
         return Completion(ids, tuple(map(logprob_of, ids)), reason, self.weight_version)
 
-
-class StreamingEngine(FakeEngine):
-    """Answers each request by itself, as the engine with a step loop does."""
-
-    sample = VLLMEngine.sample
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
-        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
-        for future, request in zip(futures, requests, strict=True):
-            if self.delay_s:
-                threading.Timer(self.delay_s, self._answer, (future, request)).start()
-            else:
-                self._answer(future, request)
-        return futures
-
-    def abort(self, futures) -> Future[None]:
-        """What is sampled is sampled to its end."""
-        return stopped()
-
-    def _answer(self, future: Future[list[Completion]], request: GenerationRequest) -> None:
-        with suppress(InvalidStateError):  # cancelled meanwhile
-            try:
-                future.set_result([self.complete(request)])
-            except EngineError as error:
-                future.set_exception(error)
-
-
-class GrowingEngine(FakeEngine):
-    """Samples token by token, and stops when it is told to."""
-
-    sample = VLLMEngine.sample
-
-    def __init__(self, say: Say, *, delay_s: float) -> None:
-        super().__init__(say, delay_s=delay_s)
-        self.aborted: set[Future[list[Completion]]] = set()
-        self.num_sampled = 0  # tokens
-
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
         futures: list[Future[list[Completion]]] = [Future() for _ in requests]
         for work in zip(requests, futures, strict=True):
-            threading.Thread(target=self._grow, args=work, daemon=True).start()
+            if self.delay_s or self.token_s:
+                threading.Thread(target=self._answer, args=work, daemon=True).start()
+            else:
+                self._answer(*work)
         return futures
 
     def abort(self, futures) -> Future[None]:
         self.aborted.update(futures)
         return stopped()
 
-    @property
-    def num_aborted(self) -> int:
-        return len(self.aborted)
-
-    def _grow(self, request, future: Future[list[Completion]]) -> None:
-        whole = self.complete(request)
-        for _ in whole.token_ids:
-            time.sleep(self.delay_s)
-            if future.cancelled():
-                return
-            self.num_sampled += 1
-        future.set_result([whole])
+    def _answer(self, request: GenerationRequest, future: Future[list[Completion]]) -> None:
+        time.sleep(self.delay_s)
+        with suppress(InvalidStateError):  # cancelled meanwhile
+            try:
+                whole = self.complete(request)
+                for _ in whole.token_ids if self.token_s else ():
+                    time.sleep(self.token_s)
+                    if future.cancelled():
+                        return
+                    self.num_sampled += 1
+                future.set_result([whole])
+            except EngineError as error:
+                future.set_exception(error)
 
 
 def says(tokenizer, text: str, *, end: bool = True) -> Say:
@@ -135,15 +108,16 @@ TWO_TURNS = """
 
 @contextmanager
 def agents_over(
-    engines: Sequence[FakeEngine],
+    engines: Sequence[object],
     folder: Path,
     tokenizer,
     *,
     policy: FailurePolicy | None = None,
     code: str = TWO_TURNS,
+    **limits,
 ) -> Iterator[Rollouts]:
     """Agents on these engines; they are ended with the block."""
-    setup = setup_of(write_agent(folder, code), tokenizer, num_tasks=4)
+    setup = setup_of(write_agent(folder, code), tokenizer, **{"num_tasks": 4, **limits})
     samplers = [sampler_of(engine) for engine in engines]
     agents = agent_rollouts(setup, samplers, policy or FailurePolicy(4))
     try:
@@ -213,18 +187,98 @@ def make_runner(file: Path, engine, tokenizer, **limits) -> EpisodeRunner:
     return EpisodeRunner(setup_of(file, tokenizer, **limits), engine)
 
 
-def act(
-    runner: EpisodeRunner, requests: Sequence[EpisodeRequest]
-) -> dict[str, EpisodeResult | AgentError]:
-    """Result or error of all episodes, by name; fails when one takes over half a minute."""
-    return runner.act(requests)
-
-
 def act_one(file: Path, engine, tokenizer, **options) -> EpisodeResult | AgentError:
     """One episode of an agent file: its result, or its error."""
     changes = {k: options.pop(k) for k in ("text", "sampling", "label") if k in options}
     runner = make_runner(file, engine, tokenizer, **options)
     try:
-        return act(runner, [request(tokenizer, **changes)])["e0"]
+        return runner.act([request(tokenizer, **changes)])["e0"]
     finally:
         runner.close()
+
+
+# An executor that serves the OpenAI API itself, in front of the engine it is given, and returns
+# what was said as tokens. START says where the server begins: with the first episode, or in a
+# thread of the constructor.
+OPENAI_EXECUTOR = dedent(
+    """
+    import asyncio, socket, threading, uuid
+
+    import uvicorn
+    from fastapi import FastAPI, Request
+    from openai import AsyncOpenAI
+    from openrlhf.utils.agent import AgentExecutorBase
+
+
+    class AgentExecutor(AgentExecutorBase):
+        def __init__(self):
+            super().__init__(None)
+            self.sessions = {}
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.port = probe.getsockname()[1]
+            self.app = FastAPI()
+            self.app.post("/v1/chat/completions")(self.chat)
+            config = uvicorn.Config(self.app, port=self.port, log_level="error", lifespan="off")
+            self.server = uvicorn.Server(config)
+            self.serving = None
+            if START == "thread":
+                self.serving = threading.Thread(target=self.server.run, daemon=True)
+                self.serving.start()
+
+        async def started(self):
+            if self.serving is None:
+                self.serving = asyncio.create_task(self.server.serve())
+            while not self.server.started:
+                await asyncio.sleep(0.01)
+
+        async def chat(self, request: Request):
+            body = await request.json()
+            session = self.sessions[request.headers["x-session"]]
+            tokenizer, new = session["tokenizer"], body["messages"][session["seen"]:]
+            text = tokenizer.apply_chat_template(new, tokenize=False, add_generation_prompt=True)
+            ids = session["ids"] + tokenizer(text, add_special_tokens=False)["input_ids"]
+            params = session["params"].clone()
+            params.max_tokens = min(body["max_tokens"], session["max_length"] - len(ids))
+            result = await session["engine"].generate({"prompt_token_ids": ids}, params)
+            output = result.outputs[0]
+            session["ranges"].append((len(ids), len(ids) + len(output.token_ids)))
+            session["ids"] = ids + list(output.token_ids)
+            session["seen"] = len(body["messages"]) + 1
+            session["truncated"] |= output.finish_reason == "length"
+            message = {"role": "assistant", "content": output.text}
+            choice = {"index": 0, "message": message, "finish_reason": output.finish_reason}
+            return {"id": "c", "object": "chat.completion", "created": 0, "model": body["model"],
+                    "choices": [choice]}
+
+        async def execute(
+            self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
+        ):
+            await self.started()
+            key = uuid.uuid4().hex
+            session = self.sessions[key] = {
+                "ids": [], "ranges": [], "seen": 0, "truncated": False, "params": sampling_params,
+                "max_length": max_length, "tokenizer": hf_tokenizer, "engine": llm_engine,
+            }
+            client = AsyncOpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none",
+                                 default_headers={"x-session": key}, max_retries=0)
+            messages = [{"role": "user", "content": prompt}]
+            async with client:
+                for _ in range(2):
+                    answer = await client.chat.completions.create(
+                        model="policy", messages=messages,
+                        max_tokens=min(sampling_params.max_tokens, 6),
+                        temperature=sampling_params.temperature, top_p=sampling_params.top_p,
+                    )
+                    content = answer.choices[0].message.content
+                    messages += [{"role": "assistant", "content": content},
+                                 {"role": "user", "content": "again"}]
+            reward = sum(map(ord, content)) % 8 / 8
+            return {
+                "prompt": prompt, "label": label, "reward": reward, "scores": reward,
+                "extra_logs": {"num_tokens": len(session["ids"])},
+                "observation_tokens": session["ids"], "action_ranges": session["ranges"],
+                "truncated": session["truncated"],
+            }
+    """
+)

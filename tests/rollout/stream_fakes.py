@@ -1,7 +1,5 @@
 """What streams of groups are tested with: engines and scorers whose answers the test brings."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +9,6 @@ from typing import Any
 
 import torch
 
-from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.rewards.base import RewardBatch, RewardResult
@@ -19,6 +16,7 @@ from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import FinishedGroup, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.rollout import PromptRecord
 from openrlhf.utils.threads import on_loop, telling
 
 DEADLINE_S = 20.0
@@ -107,7 +105,7 @@ class HeldSource:
 
 def sampler_of(engine: Any) -> Sampler:
     """An engine that takes requests while it runs, or that samples batches."""
-    return BatchSampler(engine.generate) if hasattr(engine, "generate") else engine
+    return engine if hasattr(engine, "sample") else BatchSampler(engine.generate)
 
 
 def prompt(row: int) -> PromptRecord:

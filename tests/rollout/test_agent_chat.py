@@ -1,7 +1,5 @@
 """Tokens in, tokens out: what was sampled is what is trained on, whatever text makes of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,6 @@ from openrlhf.rollout.agents.episode import TextCodec
 from openrlhf.rollout.agents.openai_server import Dialogue
 from tests.rollout.agent_fakes import (
     StreamingEngine,
-    act,
     act_one,
     make_runner,
     request,
@@ -168,6 +165,6 @@ def test_a_prompt_is_what_the_data_set_made_of_it(tmp_path, merging_tokenizer):
     spelled = tuple(ids_of(merging_tokenizer, "a", "b"))  # the tokenizer would write "ab" as one
     asked = request(merging_tokenizer, text="ab")
     prompt = replace(asked.prompt, prompt_token_ids=spelled)
-    act(runner, [replace(asked, prompt=prompt)])
+    runner.act([replace(asked, prompt=prompt)])
     assert engine.requests[0].prompt_token_ids == spelled
     runner.close()

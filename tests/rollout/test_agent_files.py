@@ -1,7 +1,5 @@
 """Agent files of both generations run as they were written."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from textwrap import dedent
@@ -11,15 +9,14 @@ import pytest
 from openrlhf.errors import ConfigError
 from openrlhf.rollout.agents.worker import load_agent
 from tests.rollout.agent_fakes import (
+    OPENAI_EXECUTOR,
     StreamingEngine,
-    act,
     act_one,
     make_runner,
     request,
     says,
     write_agent,
 )
-from tests.rollout.agent_files import OPENAI_EXECUTOR
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = ROOT.parent / "shared" / "seeds"
@@ -205,7 +202,7 @@ def test_an_executor_that_serves_the_openai_api_itself_gets_its_own_tokens(
     names = [f"{a}{b}" for a in "abc" for b in "ef"] * 2  # two samples of each prompt are alike
     requests = [request(tiny_tokenizer, text=t, name=f"{t}/{k}") for k, t in enumerate(names)]
     for part in (requests[:7], requests[7:]):  # the second begins when the first has ended
-        for name, result in act(runner, part).items():
+        for name, result in runner.act(part).items():
             (segment,) = result.segments
             turn = f"<|assistant|>{name[:2]}<|end|>"
             text = tiny_tokenizer.decode(segment.token_ids)

@@ -1,7 +1,5 @@
 """Agents in the place of the samples generator: rollouts of whole groups, failures by policy."""
 
-from __future__ import annotations
-
 import re
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,15 +17,11 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.experience_maker import (
-    RemoteExperienceMaker,
-    experience_metrics,
-)
+from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics, penalised_rewards
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
 from openrlhf.utils.agent import AgentError
 from tests.rollout.agent_fakes import (
     TWO_TURNS,
-    GrowingEngine,
     StreamingEngine,
     agents_over,
     prompts,
@@ -108,18 +102,24 @@ def test_failed_episodes_are_tried_again_where_that_is_wished(tmp_path, tiny_tok
         generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=1, policy=policy)
 
 
-def test_an_engine_that_fails_ends_the_run_whatever_the_policy(tmp_path, tiny_tokenizer):
+def test_an_engine_that_fails_ends_the_run_whatever_code_and_policy(tmp_path, tiny_tokenizer):
     def say(request):
         raise EngineError("the engine is down")
 
+    code = """
+        from openrlhf.utils.agent import AgentExecutorBase
+
+        class AgentExecutor(AgentExecutorBase):
+            async def execute(self, prompt, label, sampling_params, llm_engine):
+                try:
+                    await llm_engine.generate(prompt, sampling_params)
+                except Exception:
+                    return {"reward": 0.0}
+    """
+    policy = FailurePolicy(4, drops=True, max_dropped=1)
+
     with pytest.raises(EngineError, match="step1/0/0: the engine is down"):
-        generate(
-            tmp_path,
-            tiny_tokenizer,
-            ["ok"],
-            policy=FailurePolicy(4, drops=True, max_dropped=1),
-            say=say,
-        )
+        generate(tmp_path, tiny_tokenizer, ["ok"], policy=policy, say=say, code=code)
 
 
 def two_part_batch(tmp_path, tokenizer):
@@ -192,8 +192,8 @@ def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
 def test_the_overlong_penalty_sees_the_whole_episode(tmp_path, tiny_tokenizer):
     experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
     sections = {"rollout": {"max_new_tokens": 8}, "reward": {"overlong_buffer_len": 4}}
-    maker = RemoteExperienceMaker(PPOConfig.model_validate(sections), {})
-    penalised = maker._shaped_rewards(experience)
+    config = PPOConfig.model_validate(sections)
+    penalised = penalised_rewards(config, experience)
     assert (experience.rewards - penalised).tolist() == [0.5] * 6  # 6 tokens: 2 of 4 over
 
 
@@ -266,10 +266,10 @@ def test_turns_carry_the_versions_of_their_tokens(tmp_path, tiny_tokenizer):
 
 
 def test_closing_cuts_off_what_runs(tmp_path, tiny_tokenizer):
-    engine = GrowingEngine(says(tiny_tokenizer, "y" * 2000), delay_s=0.01)
+    engine = StreamingEngine(says(tiny_tokenizer, "y" * 2000), token_s=0.01)
     with streaming(tmp_path, tiny_tokenizer, [engine], num_samples=2) as stream:
         submit(stream, tiny_tokenizer, ["a", "b", "c"])  # four run, two wait for room
         until(lambda: len(engine.requests) == 4)
         stream.close()
-        until(lambda: engine.num_aborted == 4)
+        until(lambda: len(engine.aborted) == 4)
     assert len(engine.requests) == 4

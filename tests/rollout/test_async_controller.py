@@ -2,8 +2,6 @@
 when, no group is trained on too late, none is lost, and nothing ever waits for nothing.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -13,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.rollout.async_controller import AsyncController, AsyncLimits
-from openrlhf.rollout.ledger import Ledger
+from openrlhf.rollout.async_controller import AsyncController, AsyncLimits, Ledger
 
 LIMITS = AsyncLimits(batch_size=2, max_staleness=1, max_running=8)
 PARTIAL = replace(LIMITS, keeps_running=True)
@@ -110,23 +107,6 @@ def test_the_last_step_takes_what_is_left_and_no_step_before_it_is_short():
     assert core.is_over and core.ledger.outcomes == {"trained": 3}
 
 
-def test_what_was_pending_is_started_again_after_a_restart():
-    core, rows = AsyncController(PARTIAL), list(range(20))
-    admit_all(core, rows)
-    for row in (0, 1, 2):
-        core.finish((0, row))
-    train(core)
-    again = AsyncController(PARTIAL, restored(core.ledger))
-    assert list(again.again) == [(0, 2), (0, 3)]
-    with pytest.raises(AssertionError, match="waits to be drawn"):
-        again.admit((0, 4))
-    again.admit((0, 2))
-    again.admit((0, 3))
-    again.admit((0, 4))
-    again.check()
-    assert again.ledger.num_drawn == 5 and again.ledger.outcomes == {"trained": 2}
-
-
 def test_finished_groups_of_a_checkpoint_keep_their_deadlines():
     limits = replace(PARTIAL, max_staleness=2)
     core, rows = AsyncController(limits), list(range(20))
@@ -199,8 +179,6 @@ class World:
             found.append(self.trained_step)
         if self.phase == "syncing" and core.may_sync:
             found.append(self.sync)
-        if self.phase == "evaluating":
-            found.append(self.evaluated)
         if self.num_crashes and self.chance.random() < 0.05:
             found.append(self.crash)
         return found
@@ -251,12 +229,9 @@ class World:
 
     def settle(self) -> None:
         self.core.update()
-        self.phase = self.chance.choice(("idle", "evaluating"))
+        self.phase = "idle"
         if self.chance.random() < 0.3:
             self.saved = self.snapshot()
-
-    def evaluated(self) -> None:
-        self.phase = "idle"
 
     def crash(self) -> None:
         """Everything but the last checkpoint is gone."""
@@ -305,3 +280,16 @@ def test_the_limit_is_reached_so_that_it_is_no_idle_bound(max_staleness):
         world.run()
         histogram += world.histogram
     assert max(histogram) == max_staleness and histogram[0] > 0
+
+
+def test_every_drawn_prompt_is_settled_once() -> None:
+    ledger = Ledger()
+    ledger.draw([(0, 1), (0, 2), (0, 3)])
+    ledger.settle([(0, 1)], "trained")
+    ledger.settle([(0, 2)], "filtered:equal rewards")
+    ledger.check()
+    assert ledger.pending == {(0, 3)}
+    with pytest.raises(AssertionError, match="no open entry"):
+        ledger.settle([(0, 1)], "trained")
+    with pytest.raises(AssertionError, match="drawn twice"):
+        ledger.draw([(0, 3)])

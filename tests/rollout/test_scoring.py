@@ -1,7 +1,5 @@
 """Groups are scored as they come; what has no reward ends the run, is tried again or is dropped."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +19,7 @@ from openrlhf.rollout.scoring import (
     SourceScorer,
     add_score_metrics,
 )
-from openrlhf.trainer.ppo_utils.model_scorer import LONG_TEXT, ModelScorer, model_names
+from openrlhf.trainer.ppo_utils.model_scorer import HINT, ModelScorer, model_names
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
@@ -213,7 +211,7 @@ def test_several_models_add_up_with_their_weights_and_are_logged_one_by_one(
 def test_a_model_that_answers_nan_fails_that_group_alone() -> None:
     scorer = ModelScorer({"m": forward([3.0, float("nan"), 1.0, 1.0])})  # type: ignore[dict-item]
     [(row, error)] = score_with(scorer, [group(0), group(1)], DROP).failed.items()
-    assert (row, error) == (100, f"sample 0/1: the reward model m answered nan{LONG_TEXT}")
+    assert (row, error) == (100, f"sample 0/1: the reward model m answered nan{HINT}")
 
 
 def test_parts_have_the_names_of_their_models() -> None:

@@ -2,19 +2,16 @@
 outcome.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.datasets.sampler import EpochSampler, PromptCursor
+from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.errors import RewardError
 from openrlhf.rollout.rollout import FinishedGroup, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
@@ -23,9 +20,9 @@ from openrlhf.utils.metrics import Metrics
 from tests.trainer.test_experience import rollout
 
 
-class InFileOrder(EpochSampler):
-    def order(self, epoch: int) -> torch.Tensor:
-        return torch.arange(self.num_rows)
+class InFileOrder(PromptCursor):
+    def order(self, episode: int) -> list[int]:
+        return list(range(self.num_rows))
 
 
 def group(scores, *, row=0, index=0):
@@ -116,7 +113,7 @@ def make(num_prompts, batch_size, scores_of, *, group_filter=None, failed_rows=(
     the row's samples.
     """
     prompts = [SimpleNamespace(row_id=row) for row in range(num_prompts)]
-    cursor = PromptCursor(InFileOrder(num_prompts, 0), num_episodes=episodes)
+    cursor = InFileOrder(num_prompts, 0, num_episodes=episodes)
     asked = []
 
     def generate(batch, tag):
@@ -153,16 +150,6 @@ def test_rejected_groups_are_replaced_until_the_step_is_full():
     assert len(groups) == 3
     sampler.settle(groups)
     assert sampler.ledger.outcomes == {"trained": 3, "filtered:no signal": 3}
-
-
-def test_the_last_step_takes_what_is_left():
-    sampler, _, open_stream, _ = make(
-        5, 3, lambda row: [0.0, float(row == 4)], group_filter=GroupFilter()
-    )
-    samples = collect(sampler, open_stream, "step1")
-    assert rows(samples) == [4] and sampler.cursor.is_exhausted
-    sampler.settle({r.group_id for r in samples.rollouts})
-    assert sampler.ledger.outcomes == {"trained": 1, "filtered:no signal": 4}
 
 
 def test_without_a_filter_a_step_is_one_draw():

@@ -1,7 +1,5 @@
 """Prompts go in one by one, scored groups come out as they are finished, none is lost."""
 
-from __future__ import annotations
-
 import math
 import re
 import threading
@@ -21,8 +19,14 @@ from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
+from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
+from openrlhf.trainer.ray.weight_sync import WeightTransport
 from openrlhf.utils.rollout import Rollout
+from tests.engines.helpers import load, shake, weights
+from tests.rollout.agent_fakes import prompts
 from tests.rollout.stream_fakes import (
+    DrivenStream,
     HeldEngine,
     HeldSource,
     PromptTokenizer,
@@ -33,6 +37,7 @@ from tests.rollout.stream_fakes import (
     submit,
     until,
 )
+from tests.rollout.test_agent_engines import largest_gap
 
 DROP = FailurePolicy(4, drops=True)
 
@@ -60,20 +65,11 @@ def test_a_group_comes_out_scored_while_others_still_generate():
     assert (first.prompt_text, first.response_text, first.label) == ("prompt 7", "8 9", 7)
     assert first.weight_versions.tolist() == [3, 3]
     assert stream.take_metrics()["num_generated_tokens"] == 4
-    engine.answer("t/4")
+    engine.answer("t/4", version_starts=((0, 2), (1, 3)))  # of every token
     [other] = fetch(stream, 1)
+    assert other.rollouts[0].weight_versions.tolist() == [2, 3]
     assert other.rollouts[0].group_id != first.group_id
     assert stream.num_running == 0 and stream.finished(60.0) == []  # nothing runs: no wait
-    stream.close()
-
-
-def test_every_token_keeps_the_version_it_was_sampled_under():
-    engine = HeldEngine()
-    stream = open_stream([engine])
-    submit(stream, [0])
-    engine.answer("t/0", version_starts=((0, 2), (1, 3)))
-    [group] = fetch(stream, 1)
-    assert group.rollouts[0].weight_versions.tolist() == [2, 3]
     stream.close()
 
 
@@ -374,3 +370,71 @@ def test_an_impossible_answer_is_an_error(token_ids: tuple, logprobs: tuple, sai
 def test_an_answer_with_too_few_samples_is_an_error() -> None:
     with pytest.raises(EngineError, match="request t/0: 1 completions, asked for 2"):
         samples_of(GOOD)
+
+
+@pytest.fixture
+def engines(ray_cluster, tiny_model_dir, tmp_path):
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    slots, [places] = place([RoleDemand("vllm", 2, "vllm")], view_cluster())
+    settings = {"model": str(tiny_model_dir), "dtype": "float32", "max_model_len": 512, "seed": 0}
+    engines = create_vllm_engines(
+        settings | {"max_num_seqs": 32}, slots["vllm"], run_dir=str(tmp_path)
+    )
+    for engine in engines:
+        engine.ready()
+    yield engines
+    for engine in engines:
+        ray.kill(engine.handle)
+    remove_placement_group(places)
+
+
+@pytest.mark.slow
+def test_engines_of_other_processes_stream_and_take_weights_under_way(
+    engines, tiny_model_dir, tiny_tokenizer, tmp_path
+):
+    import ray
+
+    scorer = GroupScorer(SourceScorer(HeldSource(), 4), FailurePolicy(4))
+    rollouts = rollouts_of(engines, scorer, tiny_tokenizer, vocab_size=len(tiny_tokenizer))
+    stream = DrivenStream(rollouts, SamplingSettings(num_samples=2, max_new_tokens=300))
+    records = prompts(tiny_tokenizer, [f"prompt {k}" for k in range(6)])
+    groups: list[FinishedGroup] = []
+
+    def come() -> int:
+        groups.extend(stream.finished(0.1))
+        return len(groups)
+
+    for record in records[:4]:
+        stream.submit([((0, record.row_id), record)], tag="t")
+    until(come)
+    assert len({int(v) for g in groups for r in g.rollouts for v in r.weight_versions}) == 1
+    assert largest_gap(tiny_model_dir, groups[0].rollouts, 1.0) < 1e-3
+    stream.submit([((0, 4), records[4])], tag="t")
+    trained = load(tiny_model_dir)
+    shake(trained, 1)
+    transport = WeightTransport("handles", torch.device("cpu"), engines)
+    transport.send(weights(trained), 1, keep_running=True)
+    stream.submit([((0, 5), records[5])], tag="t")
+    until(lambda: come() == 6)
+    samples = {group.key[1]: group.rollouts for group in groups}
+    assert sorted(samples) == list(range(6))
+    versions = [r.weight_versions.tolist() for row in range(6) for r in samples[row]]
+    assert all(found == sorted(found) for found in versions)
+    assert any(found[0] == 0 and found[-1] == 1 for found in versions[8:10])  # sampled meanwhile
+    assert versions[10] == versions[11] == [1] * 300
+    save(trained, tiny_tokenizer, tmp_path / "new")
+    assert largest_gap(tmp_path / "new", samples[5], 1.0) < 1e-3
+    assert stream.take_metrics()["num_generated_tokens"] == 6 * 2 * 300
+
+    stream.submit([((1, 0), records[0])], tag="u")  # goes to the first engine: both are idle
+    ray.kill(engines[0].handle)
+    with pytest.raises(EngineError, match=r"vllm-0 .*died"):
+        fetch(stream, 1)
+    stream.close()
+
+
+def save(model, tokenizer, path) -> None:
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)

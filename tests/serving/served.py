@@ -1,7 +1,5 @@
 """A reward server in this process: real sockets, real uvicorn, in a thread."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

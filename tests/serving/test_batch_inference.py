@@ -1,7 +1,5 @@
 """batch_inference: rows in input order on any ranks, killed runs that go on, bad input."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

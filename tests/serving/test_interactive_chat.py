@@ -1,7 +1,5 @@
 """interactive_chat: history, streaming, commands, Ctrl-C, long talks, and a pseudo terminal."""
 
-from __future__ import annotations
-
 import io
 import signal
 import subprocess

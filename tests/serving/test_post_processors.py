@@ -1,7 +1,5 @@
 """Scored answers, worked by hand: the best, pairs, and rewards written into prompts."""
 
-from __future__ import annotations
-
 from openrlhf.datasets.chat import wish_template, wrap_input
 from openrlhf.serving.batch_inference import best_answers, preference_pairs, rewards_in_prompts
 

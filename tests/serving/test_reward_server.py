@@ -1,11 +1,15 @@
 """Scores over HTTP are the reward model's, whoever asks when, and the server stops in order."""
 
-from __future__ import annotations
-
 import asyncio
+import gzip
+import json
+import logging
+import math
 import os
+import pickle
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +21,8 @@ import httpx
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ServeRewardConfig
@@ -25,7 +31,7 @@ from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.serving.reward_server import Batcher, read_token, serve_rewards
 from openrlhf.utils.packing import PackedBatch
-from tests.serving.served import JSON, serving, wait_until
+from tests.serving.served import JSON, serving, unharmed, wait_until
 from tests.source import ROOT
 from tests.tiny import as_openrlhf_saves, make_reward_model
 
@@ -200,45 +206,23 @@ def test_other_machines_need_a_token_and_this_one_does_not(monkeypatch, tmp_path
         read_token(config_of(token_file=str(file)))
 
 
-class Process:
-    """The command itself; `lines` is what it has said so far."""
+def start_server(*words, patch=""):
+    code = f"{patch}\nfrom openrlhf.cli.serve_rm import main\nmain()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A shell that runs the tests in the background has them, and this, ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
 
-    def __init__(self, *words, patch=""):
-        code = f"{patch}\nfrom openrlhf.cli.serve_rm import main\nmain()"
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", code, *words],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            # A shell that runs the tests in the background has them, and this, ignore SIGINT.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-        self.lines = []
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
 
-    def _read(self):
-        for line in self.popen.stdout:
-            self.lines.append(line.rstrip("\n"))
-
-    def wait_for(self, start):
-        """The first line that begins so."""
-        wait_until(lambda: self._found(start) or self.popen.poll() is not None, 180)
-        assert self._found(start), self.lines
-        return self._found(start)
-
-    def _found(self, start):
-        return next((line for line in self.lines if line.startswith(start)), None)
-
-    def end(self, number=None):
-        """Exit code, after this signal."""
-        if number is not None:
-            self.popen.send_signal(number)
-        code = self.popen.wait(20)
-        self.reader.join(5)
-        return code
+def line_of(process, start):
+    """The first line that begins so."""
+    return next(line.rstrip("\n") for line in process.stdout if line.startswith(start))
 
 
 SLOW_MODEL = """
@@ -257,28 +241,31 @@ ServedModel.load = lambda self: time.sleep(600)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_server_after_what_is_in_flight(reward_dir, number):
-    process = Process("--reward_pretrain", str(reward_dir), "--port", "0", patch=SLOW_MODEL)
-    url = process.wait_for("ready: ").removeprefix("ready: ")
+    process = start_server("--reward_pretrain", str(reward_dir), "--port", "0", patch=SLOW_MODEL)
+    url = line_of(process, "ready: ").removeprefix("ready: ")
     with ThreadPoolExecutor(2) as pool:
         answer = pool.submit(
             httpx.post, url, json={"query": ["in flight"]}, headers=JSON, timeout=20
         )
         time.sleep(0.3)
-        assert process.end(number) == 0
+        process.send_signal(number)
+        assert line_of(process, "stopped: ") == "stopped: 1 texts scored in 1 forward passes"
+        assert process.wait(20) == 0
         assert answer.result().json()["rewards"] == pytest.approx(
             trainers_scores(reward_dir, ["in flight"]), abs=1e-5
         )
-    assert process.lines[-1] == "stopped: 1 texts scored in 1 forward passes"
     with pytest.raises(httpx.ConnectError):
         httpx.get(url.replace("get_reward", "health"))
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_server_that_loads_its_model_at_once(reward_dir):
-    process = Process("--reward_pretrain", str(reward_dir), "--port", "0", patch=ENDLESS_LOADING)
-    process.wait_for("listening on ")
+    words = ["--reward_pretrain", str(reward_dir), "--port", "0"]
+    process = start_server(*words, patch=ENDLESS_LOADING)
+    line_of(process, "listening on ")
     start = time.monotonic()
-    assert process.end(signal.SIGINT) == 130
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
     assert time.monotonic() - start < 10  # Python's own end takes a second or more
 
 
@@ -306,3 +293,256 @@ def test_an_attention_that_is_not_here_is_refused_before_a_model_is_looked_for()
     config = parse_config(ServeRewardConfig, words).config
     with pytest.raises(ConfigError, match=r"flash_atention_2 is not known\. Type one of auto,"):
         serve_rewards(config)
+
+
+HEAD = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+GOOD = b'{"query": ["good"]}'
+TOKEN = "secret-token-of-32-characters-xx"
+
+
+@pytest.fixture(scope="module")
+def server(reward_dir):
+    with serving(reward_dir, data={"max_len": 64}) as guarded:
+        yield guarded
+
+
+@pytest.fixture
+def guarded(server):
+    with unharmed(server):
+        yield server
+
+
+class Marker:
+    """Pickled, it would write a file when unpickled."""
+
+    def __reduce__(self):
+        return (open, ("unpickled", "w"))
+
+
+def deep(depth):
+    return b'{"query": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+def body_with_ids(*ids):
+    return json.dumps({"query": ["a"] * len(ids), "ids": ids}).encode()
+
+
+BODIES = {
+    "no body": (b"", 400, "body"),
+    "not JSON": (b"query=hello", 400, "body"),
+    "pickle": (pickle.dumps(Marker()), 400, "body"),
+    "a list": (b'["a"]', 400, "body"),
+    "no query": (b'{"prompts": ["a"]}', 400, "query"),
+    "a text": (b'{"query": "hello"}', 422, "query"),
+    "null within": (b'{"query": ["a", null]}', 422, "query[1]"),
+    "a pair": (b'{"query": [["a", "b"]]}', 422, "query[0]"),
+    "an empty text": (b'{"query": ["a", ""]}', 422, "query[1]"),
+    "too many characters": (json.dumps({"query": ["a" * 1_000_001]}).encode(), 413, "query[0]"),
+    "too many texts": (json.dumps({"query": ["a"] * 100_000}).encode(), 413, "query"),
+    "100000 deep": (deep(100_000), 400, "body"),
+    "unknown field": (b'{"query": ["a"], "prompt": ["b"]}', 422, "prompt"),
+    "half a character": (b'{"query": ["a", "b\\ud800"]}', 400, "body"),
+    "bad UTF-8": (b'{"query": ["\xff"]}', 400, "body"),
+    "labels too few": (b'{"query": ["a", "b"], "labels": [1]}', 422, "labels"),
+    "ids over all floats": (b'{"query": ["a", "b"], "ids": [1, 1e999]}', 422, "ids[1]"),
+    "ids over 256 characters": (body_with_ids("a" * 256, "a" * 257), 422, "ids[1]"),
+    "an id of 5000 digits": (b'{"query": ["a"], "ids": [' + b"7" * 5000 + b"]}", 400, "body"),
+    "ids of lists": (body_with_ids(["a"]), 422, "ids[0]"),
+    "an unknown field of a megabyte": (
+        json.dumps({"query": [], "x" * 10**6: 1}).encode(),
+        422,
+        "x" * 64,
+    ),
+    "another model": (b'{"query": ["a"], "model": "gpt"}', 404, "model"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_bad_body_is_refused_and_its_field_is_named(guarded, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    body, status, field = BODIES[name]
+    answer = guarded.ask(body)
+    assert (answer.status_code, answer.json()["field"]) == (status, field), answer.text
+    assert answer.json()["error"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_texts_numbers_and_null_come_back_as_ids(guarded):
+    ids = ["step12/3/0/t1", "\U0001f600" * 256, "\x00", "", None, 10**4000, -(2**63), 0.5, -1e308]
+    answer = guarded.ask({"query": ["a"] * len(ids), "ids": ids})
+    assert (answer.status_code, answer.json()["ids"]) == (200, ids)
+
+
+def test_what_looks_bad_but_is_text_is_scored(guarded):
+    quotes = '"\\" [[[[[[[[[[[[ {{{{{{{{{{{{ ,,,, \\\\'
+    texts = [quotes, "nul\x00", "\U000f0000", "NaN", " ", "<|end|>"]
+    assert len(guarded.rewards(*texts)) == len(texts)
+    full = {"query": ["a"], "prompts": ["a"], "labels": [{"x": [1, None]}], "ids": ["id-1"]}
+    answer = guarded.ask({**full, "model": "judge"}).json()
+    assert answer["ids"] == ["id-1"]
+    assert list(answer["models"]) == ["judge"]
+    assert guarded.rewards() == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "field"),
+    [
+        ({"content_type": "text/plain"}, 415, "content-type"),
+        ({"content_type": "application/x-www-form-urlencoded"}, 415, "content-type"),
+    ],
+)
+def test_bad_headers_are_refused_by_name(guarded, headers, status, field):
+    answer = guarded.ask(GOOD, **headers)
+    assert (answer.status_code, answer.json()["field"]) == (status, field)
+
+
+def test_a_body_that_would_unpack_to_much_is_not_unpacked(guarded):
+    bomb = gzip.compress(b'{"query": ["' + b"a" * 100_000_000 + b'"]}')
+    assert guarded.ask(bomb, content_encoding="gzip").status_code == 400
+
+
+def test_20_mib_are_refused_before_they_are_read(guarded):
+    head = HEAD + b"Content-Length: 20971520\r\n\r\n"
+    with socket.create_connection(guarded.place, timeout=5) as connection:
+        connection.sendall(head)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
+    answer = guarded.ask(iter([b"x" * 2**20] * 20))  # chunks, of no length that is said
+    assert answer.status_code == 413
+
+
+def test_a_request_that_does_not_arrive_is_refused_at_its_deadline(reward_dir):
+    with (
+        serving(reward_dir, limits={"receive_timeout_s": 0.3}) as impatient,
+        socket.create_connection(impatient.place, timeout=10) as connection,
+    ):
+        connection.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"query":')
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_more_requests_than_allowed_are_sent_away_and_health_still_answers(reward_dir):
+    gate = threading.Event()
+    with serving(reward_dir, limits={"max_requests": 2}) as guarded:
+        score = guarded.service.batchers[0].model.score
+        guarded.service.batchers[0].model.score = lambda rows: gate.wait(10) and score(rows)
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(guarded.rewards, text) for text in "ab"]
+            wait_until(lambda: guarded.service.num_requests == 2)
+            answer = guarded.ask(GOOD)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert guarded.client.get("/health").status_code == 200
+            gate.set()
+            assert all(len(future.result()) == 1 for future in waiting)
+
+
+@pytest.fixture
+def poisoned(guarded, monkeypatch):
+    """A model that fails on texts with a `!` and has no number for those with a `?`."""
+    model = guarded.service.batchers[0].model
+    fails, is_nan = (model.tokenizer(sign).input_ids[0] for sign in "!?")
+    score = model.score
+
+    def poisoned_score(rows):
+        if any(fails in row for row in rows):
+            raise RuntimeError("out of memory\nmore lines")
+        return [
+            float("nan") if is_nan in row else s for row, s in zip(rows, score(rows), strict=True)
+        ]
+
+    monkeypatch.setattr(model, "score", poisoned_score)
+    return guarded
+
+
+def test_a_text_that_breaks_the_model_is_its_requests_error_alone(poisoned):
+    with ThreadPoolExecutor(3) as pool:
+        bad = pool.submit(poisoned.ask, {"query": ["a", "b", "boom!"]}, x_request_id="id-7")
+        good = pool.submit(poisoned.rewards, "c", "d")
+        nan = pool.submit(poisoned.ask, {"query": ["e", "what?"]})
+        assert len(good.result()) == 2
+    answer = bad.result()
+    assert answer.status_code == 503
+    assert answer.json() == {
+        "error": "the model failed: out of memory",
+        "field": "query[2]",
+        "request_id": "id-7",
+    }
+    assert nan.result().status_code == 500
+    assert nan.result().json()["error"] == "non_finite: the score is nan"
+    assert nan.result().json()["field"] == "query[1]"
+
+
+def test_a_model_that_fails_altogether_is_not_ready(guarded, monkeypatch):
+    def broken(rows):
+        raise RuntimeError("device-side assert")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guarded.service.batchers[0].model, "score", broken)
+        assert guarded.ask(GOOD).status_code == 503
+        ready = guarded.client.get("/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "the model fails")
+        assert guarded.client.get("/health").status_code == 200
+    assert guarded.ask(GOOD).status_code == 200
+
+
+def test_the_same_request_id_is_computed_once(guarded):
+    first = guarded.ask(GOOD, x_request_id="once")
+    num_rows = guarded.service.batchers[0].num_rows
+    second = guarded.ask(GOOD, x_request_id="once")
+    assert second.json() == first.json()
+    assert second.headers["x-request-id"] == "once"
+    assert guarded.service.batchers[0].num_rows == num_rows
+    assert guarded.ask({"query": ["other"]}, x_request_id="once").json() != first.json()
+
+
+def test_a_failed_request_can_be_repeated_under_its_id(poisoned, monkeypatch):
+    body = {"query": ["again!"]}
+    assert poisoned.ask(body, x_request_id="again").status_code == 503
+    monkeypatch.undo()
+    assert poisoned.ask(body, x_request_id="again").status_code == 200
+
+
+def test_without_the_right_token_nothing_is_read_and_nothing_is_logged(reward_dir, caplog):
+    caplog.set_level(logging.DEBUG)
+    with serving(reward_dir, token=TOKEN) as guarded:
+        assert guarded.client.get("/health").status_code == 200
+        right = f"Bearer {TOKEN}"
+        for wrong in ("", TOKEN, f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer é"):
+            answer = guarded.ask(GOOD, authorization=wrong.encode("latin-1"))
+            assert (answer.status_code, answer.json()["field"]) == (401, "authorization")
+        in_url = guarded.client.post(f"/get_reward?token={TOKEN}", content=GOOD, headers=JSON)
+        assert in_url.status_code == 401
+        # Refused from the headers alone: the body never comes.
+        head = HEAD + b"Authorization: Bearer no\r\nContent-Length: 1000\r\n\r\n"
+        with socket.create_connection(guarded.place, timeout=5) as connection:
+            connection.sendall(head)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 401 ")
+        assert guarded.ask(GOOD, authorization=right).status_code == 200
+    ours = [r for r in caplog.records if not r.name.startswith(("httpx", "httpcore"))]
+    assert TOKEN not in "".join(record.getMessage() for record in ours)
+
+
+WORDS = st.text(max_size=5) | st.sampled_from(["\ud800", "a\udfff"])  # and halves of characters
+NUMBERS = st.integers() | st.floats(allow_nan=False) | st.sampled_from([math.inf, -math.inf])
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | WORDS,
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(WORDS, part, max_size=3),
+    max_leaves=8,
+)
+FIELD_NAMES = st.sampled_from(["query", "prompts", "labels", "ids", "model", "x"]) | WORDS
+GOOD_QUERIES = st.fixed_dictionaries(
+    {"query": st.just(["a"])},
+    optional={name: st.lists(JSON_VALUES, min_size=1, max_size=1) for name in ("labels", "ids")},
+)
+FIELDS = GOOD_QUERIES | st.dictionaries(FIELD_NAMES, JSON_VALUES, max_size=4)
+# Python writes what is larger than every float as a word; JSON has digits for it.
+BODY_BYTES = st.binary(max_size=60) | FIELDS.map(
+    lambda fields: json.dumps(fields).replace("Infinity", "1e999").encode()
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(BODY_BYTES)
+def test_any_body_is_answered_in_json_and_none_is_the_servers_fault(server, body):
+    answer = server.ask(body)
+    assert answer.status_code < 500, answer.text
+    assert ("rewards" in answer.json()) == (answer.status_code == 200)
+    assert answer.headers["x-request-id"] == answer.json()["request_id"]

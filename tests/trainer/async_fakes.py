@@ -1,32 +1,32 @@
 """Engines, a stream and a trainer in which samples take the time they are told to take."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rollout.rollout import RolloutRequest, Rollouts, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
+from openrlhf.trainer.ppo_checkpoints import RunState
 from openrlhf.trainer.ppo_setup import planned_updates
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.trainer.ppo_utils.experience_maker import (
-    RemoteExperienceMaker,
-)
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.tracking import Tracker, read_metrics
 from tests.trainer.test_experience import rollout
 
 Key = tuple[int, int]
@@ -145,105 +145,74 @@ class FakeRollouts(Rollouts):
         return SampleBatch(samples((0, 0), (0.0, 1.0), [version]), Metrics(), {})
 
 
-class Records:
-    """A tracker that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        if "reward" in values:
-            self.steps.append(dict(values))
-
-    def close(self) -> None: ...
-
-
 def make_trainer(
     world: World,
     *,
     num_prompts: int,
-    batch_size: int = 4,
     queue_size: int = 1,
     num_at_once: int | None = None,
     with_filter: bool = False,
-    wait_s: float = 10.0,
     num_warm_up: int = 0,
+    num_episodes: int = 1,
     max_dropped: float | None = None,
     policy_dtype: torch.dtype = torch.float32,
-    **train: object,
 ) -> PPOTrainerAsync:
     """An asynchronous trainer over fakes; `world` decides what happens. `max_dropped` unset: any
     number may fail.
     """
-    drops = {} if max_dropped is None else {"failure": "drop_group", "max_dropped": max_dropped}
-    config = PPOConfig.model_validate(
-        {
-            "rollout": {
-                "batch_size": batch_size,
-                "n_samples_per_prompt": 2,
-                "vllm_generate_batch_size": num_at_once,
-                "micro_batch_size": 2,
-            },
-            "train": {
-                "batch_size": 2 * batch_size,
-                "micro_batch_size": 2,
-                "async_enable": True,
-                "async_queue_size": queue_size,
-                "partial_rollout_enable": world.keeps_running,
-                **train,
-            },
-            "critic": {"freezing_steps": num_warm_up},
-            "eval": {"steps": 3},
-            "actor": {"model_name_or_path": "m"},
-            "data": {"prompt_dataset": "d"},
-            "reward": {"remote_url": "http://r", **drops},
-            "algo": {
-                "dynamic_filtering_enable": with_filter,
-                "dynamic_filtering_max_empty": 3,
-            },
-        }
+    flags = (
+        "--pretrain m --prompt_data d --remote_rm_url http://r --advantage_estimator rloo "
+        "--n_samples_per_prompt 2 --micro_rollout_batch_size 2 --micro_train_batch_size 2 "
+        "--rollout_batch_size 4 --train_batch_size 8 --init_kl_coef 0 "
+        f"--async_train --async_queue_size {queue_size} --freezing_actor_steps {num_warm_up} "
+        f"--eval_steps 3 --dynamic_filtering_max_empty 3 --num_episodes {num_episodes}"
     )
+    flags += " --partial_rollout" * world.keeps_running + " --dynamic_filtering" * with_filter
+    flags += f" --vllm_generate_batch_size {num_at_once}" if num_at_once else ""
+    if max_dropped is not None:
+        flags += f" --reward_failure drop_group --reward_max_dropped {max_dropped}"
+    config = parse_config(PPOConfig, flags.split()).config
     prompts = [
         SimpleNamespace(row_id=row, label=f"label {row}", datasource="d", columns={"row": row})
         for row in range(num_prompts)
     ]
-    sampling = SamplingSettings(num_samples=2)
+    sampling, folder = SamplingSettings(num_samples=2), TemporaryDirectory()
     groups: dict[str, Any] = {"actor": FakeActor(world)}
     if num_warm_up:
         groups["critic"] = SimpleNamespace(num_shares=1, start=lambda *_: lambda: [Metrics()])
-    trainer = PPOTrainerAsync(
+    return PPOTrainerAsync(
         config,
         SimpleNamespace(  # type: ignore[arg-type]
-            run_dir="unused",
+            folder=folder,  # goes with the trainer
+            run_dir=folder.name,
             prompts=prompts,
             eval_prompts=prompts[:1],
             texts=None,
             sampling=sampling,
             eval_sampling=sampling,
             updates=planned_updates(config, num_prompts),
-            best_metric=None,
+            pass_rate="eval/eval_default_pass1",
         ),
         SimpleNamespace(  # type: ignore[arg-type]
             groups=groups, engines=["engine"], policy_dtype=policy_dtype
         ),
+        forwards={},
         rollouts=FakeRollouts(world),
-        phases=DevicePhases([], engines_sleep=False, training_sleeps=False),
-        checkpoints=SimpleNamespace(  # type: ignore[arg-type]
-            is_due=lambda state, is_last: False,
-            opened=SimpleNamespace(store=SimpleNamespace(find=lambda step: None)),
+        state=RunState(
+            config,
+            RunCheckpoints(config.ckpt, DataFacts("prompts", num_prompts)),
+            {},
+            DevicePhases([], engines_sleep=False, training_sleeps=False),
         ),
-        tracker=Records(),  # type: ignore[arg-type]
+        tracker=Tracker(folder.name),
     )
-    rloo = {"advantage": {"estimator": "rloo"}, "kl": {"init_coef": 0}}
-    trainer.experience_maker = RemoteExperienceMaker(PPOConfig.model_validate({"algo": rloo}), {})
-    trainer.rollout_writer = SimpleNamespace(write=lambda step, rows: None)  # type: ignore[assignment]
-    trainer.queue.wait_s = wait_s
-    return trainer
 
 
 def steps_of(trainer: PPOTrainerAsync) -> list[dict[str, float]]:
     """What was logged of every step."""
-    return trainer.tracker.steps  # type: ignore[attr-defined]
+    path = trainer.tracker.path
+    records = read_metrics(path) if path.exists() else []
+    return [record for record in records if "reward" in record]
 
 
 def staleness_histogram(trainer: PPOTrainerAsync) -> Counter[int]:

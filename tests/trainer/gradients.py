@@ -1,7 +1,5 @@
 """What the tests of losses share: samples in a list, and the gradient of one optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

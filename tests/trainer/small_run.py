@@ -1,7 +1,5 @@
 """A supervised run in small: a net of two layers on random vectors, started as a command starts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,7 +49,7 @@ class Rows:
 
     token_ids: Tensor
 
-    def to(self, device: torch.device | str) -> Rows:
+    def to(self, device: torch.device | str) -> "Rows":
         return Rows(self.token_ids.to(device))
 
 

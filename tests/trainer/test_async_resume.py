@@ -2,28 +2,21 @@
 its way is generated again, nothing is lost, done twice or too old.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
+from openrlhf.engines.base import SamplingSettings
 from openrlhf.rollout.rollout import FinishedGroup
-from openrlhf.rollout.rollout_queue import KeptGroup, read_groups, sample_origin, write_groups
-from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
-from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, reward_origin
-from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.rollout.rollout_queue import Kept, read_groups, write_groups
+from openrlhf.trainer.ppo_checkpoints import RunState
+from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, sample_origin
 from openrlhf.utils.metrics import Metrics
-from tests.trainer.async_fakes import (
-    TrainerBroke,
-    World,
-    make_trainer,
-)
+from tests.trainer.async_fakes import TrainerBroke, World, make_trainer
 
 
 def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
@@ -53,9 +46,9 @@ def go_on(trainer: PPOTrainerAsync, saved: dict, folder: Path) -> None:
     trainer.fit()
 
 
-def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> list[KeptGroup]:
+def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> list[Kept]:
     changed = replace(trainer.inputs.sampling, **sampling)  # type: ignore[arg-type]
-    origin = sample_origin(changed, trainer.queue.origin["reward"])
+    origin = sample_origin(trainer.config, changed)
     return read_groups(folder, trainer.inputs.prompts, origin)
 
 
@@ -73,13 +66,13 @@ def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
     saved = run_until(trainer, 3, tmp_path)
     made = {group.key: group.rollouts for group in taken}
     kept = kept_of(trainer, tmp_path)
-    assert len(kept) >= 8 and {group.age for group in kept} >= {1, 2}
+    assert len(kept) >= 8 and {age for _, age, _ in kept} >= {1, 2}
     pending = {tuple(key) for key in saved["sampler"]["ledger"]["pending"]}
-    assert {group.key for group in kept} <= pending
-    for group in kept:
-        assert len(group.rollouts) == 2
-        for found, rollout in zip(group.rollouts, made[group.key], strict=True):
-            row = group.key[1]
+    assert {key for key, *_ in kept} <= pending
+    for key, _, rollouts in kept:
+        assert len(rollouts) == 2
+        for found, rollout in zip(rollouts, made[key], strict=True):
+            row = key[1]
             assert (found.label, found.columns) == (f"label {row}", {"row": row})
             for name, value in vars(replace(rollout, group_id=0)).items():
                 if name in ("token_ids", "action_mask", "logprobs", "weight_versions"):
@@ -88,51 +81,45 @@ def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
                     assert getattr(found, name) == value, name
 
 
-def test_samples_that_would_be_made_in_another_way_now_are_not_taken_up(tmp_path: Path) -> None:
+def test_samples_that_would_be_made_or_rewarded_in_another_way_now_are_not_taken_up(
+    tmp_path: Path,
+) -> None:
     trainer = make_trainer(World(train_error_at=1, train_s=0.02), num_prompts=24)
     run_until(trainer, 1, tmp_path)
     assert kept_of(trainer, tmp_path)
     assert not kept_of(trainer, tmp_path, temperature=0.5)
-    trainer.queue.origin["reward"]["remote_url"] = "other.py"
-    assert not kept_of(trainer, tmp_path)
-
-
-def test_samples_that_edited_code_would_reward_otherwise_are_made_again(tmp_path: Path) -> None:
     code = tmp_path / "reward.py"
-    line = ["--pretrain", "m", "--prompt_data", "d", "--save_path", "s", "--async_train"]
-    line += ["--train_batch_size", "64", "--rollout_batch_size", "64", "--remote_rm_url", str(code)]
+    reward = trainer.config.reward.model_copy(update={"remote_url": str(code)})
+    config, sampling = trainer.config.model_copy(update={"reward": reward}), SamplingSettings()
     code.write_text("def reward_func(queries, prompts, labels): ...\n")
-    config = parse_config(PPOConfig, line).config
-    before = reward_origin(config)
-    assert reward_origin(config) == before
+    before = sample_origin(config, sampling)
+    assert sample_origin(config, sampling) == before != sample_origin(trainer.config, sampling)
     code.write_text("def reward_func(queries, prompts, labels): return 1\n")
-    assert reward_origin(config) != before
+    assert sample_origin(config, sampling) != before
 
 
 def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
 
-    def checkpoints() -> PPOCheckpoints:
+    def saving(trainer: PPOTrainerAsync) -> RunState:
         config = PPOConfig.model_validate({"ckpt": {"save_steps": 1, "path": str(tmp_path)}})
-        phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
-        opened = RunCheckpoints(config.ckpt, DataFacts("f", 24), store.latest())
-        return PPOCheckpoints(opened, {}, phases, best_metric=None)
+        trainer.state.opened = RunCheckpoints(config.ckpt, DataFacts("f", 24), store.latest())
+        return trainer.state
 
     trainer = make_trainer(World(train_error_at=2, train_s=0.02), num_prompts=24)
-    first = checkpoints()
-    trainer.checkpoints.is_due = first.is_due
-    trainer.checkpoints.save = first.save
+    saving(trainer)
     with suppress(TrainerBroke):
         trainer.fit()
     world = World(policy_version=2)
     again = make_trainer(world, num_prompts=24)
-    checkpoints().resume(again.state)
+    saving(again).resume()
+    saving(again).opened = RunCheckpoints(again.config.ckpt, DataFacts("f", 24))
     kept = kept_of(trainer, tmp_path / "global_step2")
-    assert kept and [group.key for group in again.queue._kept] == [group.key for group in kept]
+    assert kept and [key for key, *_ in again.queue._kept] == [key for key, *_ in kept]
     again.fit()
     assert again.sampler.ledger.outcomes == {"trained": 24}
-    assert not {group.key for group in kept} & set(world.submitted)
-    with (tmp_path / "global_step2" / "finished_groups.json").open("a") as file:
-        file.write(" ")
+    assert not {key for key, *_ in kept} & set(world.submitted)
+    with (tmp_path / "global_step2" / "finished_groups.pt").open("ab") as file:
+        file.write(b" ")
     saved = store.latest()
     assert saved is not None and saved.step == 1

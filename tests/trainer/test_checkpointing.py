@@ -2,23 +2,31 @@
 bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 import signal
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
-from openrlhf.distributed.checkpoints import open_checkpoints
-from openrlhf.distributed.folders import verify
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.sampler import PromptCursor
+from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
+from openrlhf.distributed.folders import holding, verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.errors import CheckpointError, DataError
+from openrlhf.errors import CheckpointError, ConfigError, DataError
+from openrlhf.rollout.scoring import FailurePolicy
+from openrlhf.rollout.step_sampler import StepSampler
+from openrlhf.trainer.ppo_checkpoints import RunState
+from openrlhf.trainer.ppo_setup import pass_rate
+from openrlhf.trainer.ray.model_actor import TrainedWorker
+from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.supervised_run import Checkpointer
 from tests.distributed.spawn import run_ranks
 from tests.trainer.small_run import (
@@ -253,3 +261,129 @@ def test_a_rank_killed_while_it_saves_costs_the_steps_since_the_checkpoint(tmp_p
         weights = results["resumed"]["weights"], results["straight"]["weights"]
         assert all(map(torch.equal, *weights))
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "straight")
+
+
+def config(**ckpt: object) -> PPOConfig:
+    return PPOConfig.model_validate({"ckpt": ckpt, "eval": {"dataset": "d"}})
+
+
+EVAL_PROMPTS = [SimpleNamespace(datasource=name) for name in ("math", "code", "math")]
+
+
+@pytest.mark.parametrize(
+    ("ckpt", "expected"),
+    [
+        ({}, ("eval/eval_math_pass1", False)),  # no checkpoints: no best model
+        ({"save_steps": 5}, ("eval/eval_math_pass1", True)),
+        ({"save_steps": 5, "best_metric_key": "none"}, ("eval/eval_math_pass1", False)),
+        ({"best_metric_key": "eval_code_pass4"}, ("eval/eval_code_pass4", True)),
+        ({"best_metric_key": "eval/eval_code_pass1"}, ("eval/eval_code_pass1", True)),
+    ],
+)
+def test_the_best_model_is_chosen_by(
+    ckpt: dict, expected: tuple[str, bool], tmp_path: Path
+) -> None:
+    found = pass_rate(config(**ckpt), EVAL_PROMPTS)  # type: ignore[arg-type]
+    assert (found, state_of(config(**ckpt), tmp_path).keeps_best) == expected
+    assert pass_rate(config(**ckpt), None) is None
+
+
+def test_an_unknown_metric_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"pass9 is no pass rate .* eval/eval_code_pass1, or no"):
+        pass_rate(config(best_metric_key="pass9"), EVAL_PROMPTS)  # type: ignore[arg-type]
+
+
+class Ranks:
+    """A group of three ranks, some of which see files below another root."""
+
+    def __init__(self, *blind: int) -> None:
+        self.roots = ["/nowhere/" if rank in blind else "" for rank in range(3)]
+
+    def call(self, method, path: str) -> list:
+        workers = (TrainedWorker(PPOConfig(), "critic", "run", rank) for rank in range(3))
+        return [method(one, root + path) for one, root in zip(workers, self.roots, strict=True)]
+
+
+def opened(root: Path, **ckpt: Any) -> RunCheckpoints:
+    return RunCheckpoints(CheckpointConfig(path=str(root), **ckpt), DataFacts("x", 1))
+
+
+def state_of(config: PPOConfig, root: Path, **groups: Any) -> RunState:
+    phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
+    return RunState(config, opened(root, save_steps=config.ckpt.save_steps), groups, phases)
+
+
+def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "ckpt"
+    with holding(root, "--ckpt_path"):
+        with pytest.raises(ConfigError, match=r"not seen by critic rank 1 on node .* nodes share"):
+            state_of(config(save_steps=5), root, critic=Ranks(1)).check_is_shared()
+        state_of(config(save_steps=5), root, critic=Ranks()).check_is_shared()
+    state_of(config(), tmp_path / "none", critic=Ranks(0, 1, 2)).check_is_shared()
+    assert not (tmp_path / "none").exists()
+
+
+def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, capsys) -> None:
+    saver = opened(tmp_path)
+    store = saver.store
+
+    def export(path: Path) -> None:
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+
+    def fail(path: Path) -> None:
+        export(path)
+        raise OSError("disk full")
+
+    assert saver.save_best(3, export)
+    assert saver.save_best(5, export)
+    assert not saver.save_best(7, fail)
+    assert "step 7) was not saved: disk full" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["best_global_step5_hf"]
+    aside = store.set_best_aside()
+    assert aside is not None and store.find(5) is None
+    assert (aside / "best_global_step5_hf" / "config.json").is_file()
+
+
+def make(*, target: float | None = 0.1, coef: float = 0.5) -> RunState:
+    prompts = [SimpleNamespace(row_id=row) for row in range(7)]
+    cursor = PromptCursor(7, 3, num_episodes=2)
+    sampler = StepSampler(prompts, cursor, batch_size=3, policy=FailurePolicy(3))  # type: ignore[arg-type]
+    kl = {"init_coef": coef, "target": target, "horizon": 100}
+    state = state_of(PPOConfig.model_validate({"algo": {"kl": kl}}), Path("unused"))
+    state.sampler = sampler
+    return state
+
+
+def test_a_run_goes_on_where_its_state_was_taken() -> None:
+    state = make()
+    keys = [(0, row) for row in state.sampler.cursor.draw(5)]
+    state.sampler.ledger.draw(keys)
+    state.sampler.ledger.settle(keys[:4], "trained")
+    state.sampler.ledger.settle(keys[4:], "failed:reward")
+    state.adapt_kl_coef(kl=1.0, num_samples=10)
+    state.global_step, state.weight_version = 2, 3
+    state.history = [{"entropy": 0.5, "reward": 0.1}]
+    for step, value in enumerate((0.5, 0.75, 0.25)):
+        state.note_evaluation("p", {"step": step, "p": value})
+    state.unlogged.add("reward", 0.25)
+    state.num_unlogged = 1
+    found = make()
+    found.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    assert found.state_dict() == state.state_dict()
+    assert (found.global_step, found.weight_version, found.num_unlogged) == (2, 3, 1)
+    assert [values["p"] for values in found.evaluations] == [0.5, 0.75, 0.25]
+    assert found.unlogged["reward"] == 0.25
+    assert found.kl_coef == state.kl_coef != 0.5
+    assert found.sampler.ledger.outcomes == {"trained": 4, "failed:reward": 1}
+    assert found.sampler.cursor.draw(5) == state.sampler.cursor.draw(5)
+
+
+def test_a_constant_kl_coefficient_is_the_commands_an_adapted_one_the_checkpoints() -> None:
+    saved = make(coef=0.5).state_dict()
+    for target, expected in ((None, 0.2), (0.1, 0.5)):
+        found = make(target=target, coef=0.2)
+        found.load_state_dict(saved)
+        assert found.kl_coef == expected

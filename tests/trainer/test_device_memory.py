@@ -3,8 +3,6 @@
 A run of tiny models notes its calls; `ledger` reads them as if the models were the real ones.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections import Counter
@@ -26,7 +24,7 @@ from openrlhf.trainer.ppo_checkpoints import open_run
 from openrlhf.trainer.ppo_run import _run, worker_classes
 from openrlhf.trainer.ppo_setup import prepare_inputs
 from openrlhf.trainer.ray.cluster import Cluster
-from openrlhf.trainer.ray.placement import TRAINED_ROLES, RoleCounts
+from openrlhf.trainer.ray.placement import TRAINED_ROLES, RoleDemand
 from tests.engines.receiving import ReceivingModel
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
@@ -102,8 +100,8 @@ class Run:
         path = config.actor.model_name_or_path
         assert path is not None
         engines = [NotedEngine(ReceivingModel(path, torch.bfloat16), self.events)]
-        counts = RoleCounts(dict.fromkeys(("actor", "critic", "ref", "reward"), 1), 1)
-        return Cluster(counts, torch.bfloat16, groups, engines)  # type: ignore[arg-type]
+        demands = [RoleDemand(role, 1, role) for role in [*groups, "vllm"]]
+        return Cluster(demands, None, torch.bfloat16, groups, engines)  # type: ignore[arg-type]
 
 
 class Group:
@@ -151,8 +149,8 @@ class NotedEngine:
     def sleep(self) -> None:
         self.events.append(("engine", "sleep"))
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        self.events += [("engine", tag) for tag in tags or ()]
+    def wake_up(self, tag: str) -> None:
+        self.events.append(("engine", tag))
 
 
 class OneForAll:

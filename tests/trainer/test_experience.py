@@ -2,15 +2,12 @@
 sample once an epoch, on exactly one rank, with global denominators.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.trainer.ppo_utils.replay_buffer import (
@@ -18,7 +15,6 @@ from openrlhf.trainer.ppo_utils.replay_buffer import (
     plan_updates,
     without_idle_samples,
 )
-from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.utils.rollout import Rollout, sequence_tensors
 
 
@@ -115,15 +111,3 @@ def test_idle_samples_leave_but_stay_in_the_denominators() -> None:
     busy = without_idle_samples(step)
     assert len(busy.experience) == 2
     assert (busy.num_tokens, busy.num_samples) == (6, 3)
-
-
-def test_micro_batches_by_budget_and_by_count() -> None:
-    lengths = [3, 9, 2, 4]
-    assert ModelWorker(PPOConfig(), "actor", "run").micro_batches(lengths, 3, 9) == [[0, 1, 2], [3]]
-    config = PPOConfig.model_validate({"train": {"dynamic_batch_enable": True}})
-    worker = ModelWorker(config, "actor", "run")
-    by_budget = worker.micro_batches(lengths, 3, 9)
-    assert sorted(i for part in by_budget for i in part) == [0, 1, 2, 3]
-    assert all(sum(lengths[i] for i in part) <= 9 for part in by_budget)
-    assert len(by_budget) == 2
-    assert worker.micro_batches([], 3, 9) == []

@@ -2,8 +2,6 @@
 model the scores that they have in Transformers, where `test_runs` compares them with the log.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

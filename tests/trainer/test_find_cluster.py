@@ -2,8 +2,6 @@
 at once, where Ray would try for minutes.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator
@@ -56,13 +54,10 @@ def test_the_cluster_of_another_run_is_not_joined(last_address, listener, monkey
     assert find_cluster(None) is None
 
 
-def test_the_head_of_another_user_is_named_and_not_joined(
-    last_address, listener, monkeypatch, capsys
-):
+def test_the_head_of_another_user_is_not_joined(last_address, listener, monkeypatch):
     last_address.write_text(address_of(listener))
     monkeypatch.setattr(os, "getuid", lambda: last_address.stat().st_uid + 1)
     assert find_cluster(None) is None
-    assert f"set RAY_ADDRESS={address_of(listener)} to join it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["dead", "nonsense", "auto"])

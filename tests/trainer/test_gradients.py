@@ -3,8 +3,6 @@ on one unpacked answer at a time, however micro-batches, ranks and ZeRO stages c
 loss included. From the words of a command line to numbers in plain torch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Distillation: what a student samples with, answers of its own, teachers that are refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace
@@ -19,8 +17,7 @@ from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.kd_trainer import KDTrainer, Student, Teacher, as_head
-from openrlhf.utils.packable import base_model_of
-from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.packing import PackedBatch, base_model_of
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import make_model
 

@@ -1,7 +1,5 @@
 """lora_combiner: the merged model answers as base and adapter together do, and loads by itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import peft

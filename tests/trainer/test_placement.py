@@ -1,7 +1,5 @@
 """How roles are counted, placed and described, without a cluster."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from threading import Barrier
@@ -16,12 +14,11 @@ from openrlhf.trainer.ray import placement
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import (
     ClusterView,
-    RoleCounts,
     RoleDemand,
     check_demand,
     demand_table,
     pool_sizes,
-    role_counts,
+    role_demands,
 )
 from tests.config.test_commands import CHEAT_SHEET, GRPO, README_PPO
 
@@ -29,53 +26,57 @@ LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
 NODE = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)
 
 
-def counts(cluster: ClusterView, **sections: dict) -> RoleCounts:
+def demands(cluster: ClusterView, **sections: dict) -> list[RoleDemand]:
     config = PPOConfig.model_validate(
         {"actor": {"model_name_or_path": "m"}, "reward": {"model_name_or_path": "r"}} | sections
     )
-    return role_counts(config, cluster)
+    return role_demands(config, cluster)
+
+
+def ranks(found: list[RoleDemand]) -> dict[str, int]:
+    return {demand.role: demand.num_ranks for demand in found}
 
 
 def test_every_reward_model_has_a_group_of_its_own_or_shares_the_critics_place() -> None:
     several = {"model_name_or_path": "a, b"}
-    apart = counts(LAPTOP, reward=several)
-    assert apart.ranks == {"actor": 1, "ref": 1, "reward1": 1, "reward2": 1, "critic": 1}
-    pools = {demand.role: demand.pool for demand in apart.demands}
+    apart = demands(LAPTOP, reward=several)
+    roles = ("actor", "ref", "reward1", "reward2", "critic", "vllm")
+    assert ranks(apart) == dict.fromkeys(roles, 1)
+    pools = {demand.role: demand.pool for demand in apart}
     assert (pools["reward1"], pools["reward2"]) == ("reward1", "reward2")
-    shared = counts(LAPTOP, reward=several, train={"colocate_critic_reward": True})
-    pools = {demand.role: demand.pool for demand in shared.demands}
+    shared = demands(LAPTOP, reward=several, train={"colocate_critic_reward": True})
+    pools = {demand.role: demand.pool for demand in shared}
     assert {pools["reward1"], pools["reward2"], pools["critic"]} == {"critic"}
 
 
 def test_colocated_roles_share_bundles() -> None:
-    found = counts(NODE, train={"colocate_all": True}, vllm={"tensor_parallel_size": 2})
-    assert found.num_engines == 4
-    assert pool_sizes(found.demands) == {"shared by all": 8}
-    apart = counts(NODE, train={"colocate_actor_ref": True, "colocate_critic_reward": True})
-    assert pool_sizes(apart.demands) == {"actor": 8, "critic": 8, "vllm": 8}
+    found = demands(NODE, train={"colocate_all": True}, vllm={"tensor_parallel_size": 2})
+    assert ranks(found)["vllm"] == 4
+    assert pool_sizes(found) == {"shared by all": 8}
+    apart = demands(NODE, train={"colocate_actor_ref": True, "colocate_critic_reward": True})
+    assert pool_sizes(apart) == {"actor": 8, "critic": 8, "vllm": 8}
 
 
-def counts_of(cluster: ClusterView, *commands: str) -> RoleCounts:
-    """Counts of a command of the documents, with flags of its own behind it."""
+def demands_of(cluster: ClusterView, *commands: str) -> list[RoleDemand]:
+    """The demand of a command of the documents, with flags of its own behind it."""
     words = [word for part in commands for word in shlex.split(part.replace("\\\n", " "))]
     config = parse_config(PPOConfig, words).config
-    return role_counts(config, cluster)
+    return role_demands(config, cluster)
 
 
 def test_the_cheat_sheet_fits_a_node_and_its_reference_shares_the_actors_gpus() -> None:
-    found = counts_of(NODE, CHEAT_SHEET)
-    assert found.ranks == {"actor": 4, "ref": 4, "reward": 2}  # the reward model takes what is left
-    assert pool_sizes(found.demands) == {"actor": 4, "reward": 2, "vllm": 2}
-    check_demand(found.demands, NODE)
+    found = demands_of(NODE, CHEAT_SHEET)
+    assert {"actor": 4, "ref": 4, "reward": 2}.items() <= ranks(found).items()
+    assert pool_sizes(found) == {"actor": 4, "reward": 2, "vllm": 2}  # reward takes what is left
+    check_demand(found, NODE)
 
 
 @pytest.mark.parametrize("command", [README_PPO, GRPO])
 def test_the_hybrid_commands_of_the_documents_fill_a_node(command: str) -> None:
     for cluster in (NODE, LAPTOP):
-        found = counts_of(cluster, command, "--prompt_data your/prompts")
-        assert set(found.ranks.values()) == {8}
-        assert found.num_engines == 4
-        assert pool_sizes(found.demands) == {"shared by all": 8}
+        found = demands_of(cluster, command, "--prompt_data your/prompts")
+        assert {role: count for role, count in ranks(found).items() if count != 8} == {"vllm": 4}
+        assert pool_sizes(found) == {"shared by all": 8}
 
 
 @pytest.mark.parametrize(
@@ -90,16 +91,16 @@ def test_the_hybrid_commands_of_the_documents_fill_a_node(command: str) -> None:
 def test_a_partner_without_a_shape_takes_the_others(flags: str, expected: dict[str, int]) -> None:
     base = "--pretrain m --prompt_data d --reward_pretrain a,b --vllm_num_engines 1"
     for cluster in (NODE, LAPTOP):
-        assert expected.items() <= counts_of(cluster, base, flags).ranks.items()
+        assert expected.items() <= ranks(demands_of(cluster, base, flags)).items()
 
 
 def test_too_large_a_demand_is_a_table_at_once() -> None:
-    found = counts(NODE)
+    found = demands(NODE)
     with pytest.raises(ConfigError, match="need 40, have 8") as error:
-        check_demand(found.demands, NODE)
+        check_demand(found, NODE)
     assert "--colocate_all_models" in str(error.value)
     for role in ("actor", "ref", "reward", "critic", "vllm"):
-        assert role in demand_table(found.demands, NODE)
+        assert role in demand_table(found, NODE)
 
 
 def test_threads_of_a_process_are_the_cores_of_its_node_over_the_processes_on_it(
@@ -112,12 +113,13 @@ def test_threads_of_a_process_are_the_cores_of_its_node_over_the_processes_on_it
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     monkeypatch.setattr(placement, "placement_group", lambda *_, **options: placed)
     monkeypatch.setattr(placement, "placement_group_table", lambda _: bundles)
-    demands = [RoleDemand("actor", 3, "all"), RoleDemand("vllm", 1, "all", bundles_per_rank=2)]
+    both = [RoleDemand("actor", 3, "all"), RoleDemand("vllm", 1, "all", bundles_per_rank=2)]
     view = ClusterView(num_gpus=3, num_cpus=216, max_gpus_per_node=2)
     for num_roles_at_once, expected in ((1, [96, 96, 24]), (2, [48, 48, 12])):
-        slots = placement.place(demands, view, num_roles_at_once=num_roles_at_once)
-        assert [slot.num_threads for slot in slots["actor"]] == expected
-        assert [slot.num_threads for slot in slots["vllm"]] == expected[:1]
+        slots, _ = placement.place(both, view, num_roles_at_once=num_roles_at_once)
+        for role, of_role in (("actor", expected), ("vllm", expected[:1])):
+            found = [slot["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for slot in slots[role]]
+            assert found == list(map(str, of_role))
 
 
 class FakeSleeper:
@@ -132,8 +134,8 @@ class FakeSleeper:
     def sleep(self) -> None:
         self.calls.append("sleep")
 
-    def wake_up(self, tags: object = None) -> None:
-        self.calls.append(f"wake {tags}")
+    def wake_up(self, tag: str) -> None:
+        self.calls.append(f"wake {tag}")
 
 
 def test_a_sleeping_engine_gets_weights_before_it_generates() -> None:
@@ -145,7 +147,7 @@ def test_a_sleeping_engine_gets_weights_before_it_generates() -> None:
     for enter in (phases.sync, phases.rollout, phases.rollout, phases.training):
         with enter():
             pass
-    assert engine.calls == ["sleep", "wake ('weights',)", "wake ('kv_cache',)", "sleep"]
+    assert engine.calls == ["sleep", "wake weights", "wake kv_cache", "sleep"]
     assert phases.needs_weights
 
 
@@ -156,7 +158,7 @@ def test_engines_sleep_and_wake_at_the_same_time() -> None:
         def sleep(self) -> None:
             meeting.wait()
 
-        def wake_up(self, tags: object = None) -> None:
+        def wake_up(self, tag: str) -> None:
             meeting.wait()
 
     phases = DevicePhases([Engine() for _ in range(3)], engines_sleep=True, training_sleeps=False)

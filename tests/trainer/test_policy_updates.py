@@ -1,9 +1,9 @@
 """The policy's update is the same however the batch is cut; only idle work is skipped."""
 
-from __future__ import annotations
-
 import io
+import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,30 +15,31 @@ from transformers import AutoTokenizer
 from openrlhf.algorithms.off_policy import Correction
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ConfigError
+from openrlhf.datasets.problems import Gathered
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
+from openrlhf.errors import ConfigError, DataError
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import load_causal_lm, load_sequence_model
+from openrlhf.models.value_head import RewardModel
+from openrlhf.trainer import ppo_setup
+from openrlhf.trainer.ppo_setup import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
-from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, mix_texts, plan_updates
+from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray import ppo_actor
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from tests.tiny import make_model
-from tests.trainer.test_experience import rollout
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor, correction_of
+from openrlhf.trainer.ray.scorers import RewardModelActor
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.tokenizer import load_tokenizer
+from tests.tiny import make_model, make_reward_model, make_tokenizer, write_jsonl
+from tests.trainer.test_experience import THREE, rollout
 
 
 def make_actor(model: Path, tmp_path: Path, **sections: dict) -> PolicyModelActor:
-    config = PPOConfig.model_validate(
-        {
-            "actor": {
-                "model_name_or_path": str(model),
-                "max_norm": 1e9,
-                **sections.pop("actor", {}),
-            },
-            "ds": {"zero_stage": 0},
-            **sections,
-        }
-    )
+    policy = {"model_name_or_path": str(model), "max_norm": 1e9, **sections.pop("actor", {})}
+    config = PPOConfig.model_validate({"ds": {"zero_stage": 0}, **sections, "actor": policy})
     actor = PolicyModelActor(config, "actor", str(tmp_path))
     actor.setup()
     actor.init_model(num_updates=10)
@@ -163,21 +164,16 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
         ("", None),
         ("--enable_vllm_is_correction", ("token", "clip", 0.5, 5.0)),
         (
-            "--enable_vllm_is_correction --is_correction_type seq-mask-tis",
-            ("seq", "mask", 0.5, 5.0, "ratio", True),
-        ),
-        (
             "--is_correction_level seq --is_correction_gating binary_kl "
             "--is_correction_clamp_survivors",
             ("seq", "mask", 0.5, 5.0, "binary_kl", True),
         ),
     ],
 )
-def test_flags_are_the_correction(line: str, expected: tuple | None, tmp_path: Path) -> None:
+def test_flags_are_the_correction(line: str, expected: tuple | None) -> None:
     needs = "--pretrain m --prompt_data d --remote_rm_url r.py"
     config = parse_config(PPOConfig, f"{needs} {line}".split()).config
-    actor = PolicyModelActor(config, "actor", str(tmp_path))
-    assert actor._correction() == (None if expected is None else Correction(*expected))
+    assert correction_of(config.algo.advantage) == (expected and Correction(*expected))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -200,11 +196,16 @@ def test_the_unbiased_kl_gradient_is_that_of_the_kl_whatever_the_estimator(
     assert (unbiased - expected).norm() / expected.norm() < 1e-5
 
 
+ICEPOP = {
+    "is_correction_enable": True,
+    "is_correction_type": "icepop",
+    "is_correction_threshold": (0.5, 2.0),
+}
+
+
 def test_tokens_outside_the_band_lose_their_gradient(tiny_model_dir: Path, tmp_path: Path) -> None:
     """With all engine log-probs far off but those of one sample, only that one teaches."""
-    band = {"is_correction_enable": True, "is_correction_threshold": (0.5, 2.0)}
-    masked = {**band, "is_correction_type": "icepop"}
-    actor = make_actor(tiny_model_dir, tmp_path, algo={"advantage": masked})
+    actor = make_actor(tiny_model_dir, tmp_path, algo={"advantage": ICEPOP})
     experience = replace(ragged_experience(8), old_logprobs=None)
     near = actor.compute_logprobs(experience)
     first = int(experience.num_actions[0])
@@ -221,14 +222,8 @@ def test_tokens_outside_the_band_lose_their_gradient(tiny_model_dir: Path, tmp_p
 def test_importance_ratios_are_told_apart_by_staleness(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    advantage = {
-        "is_correction_enable": True,
-        "is_correction_type": "icepop",
-        "is_correction_threshold": (0.5, 2.0),
-    }
-    actor = make_actor(
-        tiny_model_dir, tmp_path, train={"async_enable": True}, algo={"advantage": advantage}
-    )
+    algo, train = {"advantage": ICEPOP}, {"async_enable": True}
+    actor = make_actor(tiny_model_dir, tmp_path, train=train, algo=algo)
     experience = replace(ragged_experience(8), old_logprobs=None)
     near = actor.compute_logprobs(experience)
     first = int(experience.num_actions[0])
@@ -240,11 +235,10 @@ def test_importance_ratios_are_told_apart_by_staleness(
     experience = replace(experience, rollout_logprobs=off, weight_versions=versions)
     [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
     metrics = actor.fit(steps).values()
-    assert metrics["is_ratio/stale_2"] == pytest.approx(4, rel=1e-3)
-    assert metrics["is_ratio/stale_0"] == pytest.approx(1, rel=1e-3)
-    assert (metrics["is_cut_ratio/stale_2"], metrics["is_cut_ratio/stale_0"]) == (1, 0)
-    assert metrics["logprobs_diff/stale_2"] == pytest.approx(math.log(4), rel=1e-3)
-    assert metrics["logprobs_diff/stale_0"] == pytest.approx(0.0, abs=1e-6)
+    for age, expected in ((2, (4, 1, math.log(4))), (0, (1, 0, 0))):
+        names = ("is_ratio", "is_cut_ratio", "logprobs_diff")
+        found = tuple(metrics[f"{name}/stale_{age}"] for name in names)
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
     assert "logprobs_diff/stale_1" not in metrics
 
 
@@ -289,19 +283,22 @@ def test_an_export_has_the_chat_template_of_the_run(tiny_model_dir: Path, tmp_pa
     assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == template
 
 
-def test_forwards_and_updates_count_their_micro_batches(
+def test_an_update_on_policy_has_ratio_one_and_counts_its_micro_batches(
     tiny_model_dir: Path, tmp_path: Path, terminal: io.StringIO
 ) -> None:
     sizes = {"micro_batch_size": 1}
     actor = make_actor(tiny_model_dir, tmp_path, train=sizes, rollout=sizes)
-    experience = ragged_experience(8)
+    experience = replace(ragged_experience(8), old_logprobs=None)
     actor.compute_logprobs(experience)
-    assert actor.health().done_of == (8, 8)
-    [steps] = plan_updates(experience, 1, train_batch_size=4, max_epochs=1, seed=0)
-    actor.fit(steps)
-    assert actor.health().done_of == (8, 8)  # 4 of each of two optimizer steps
+    assert actor.health()[1:3] == (8, 8)
+    [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
+    metrics = actor.fit(steps).values()
+    assert actor.health()[1:3] == (8, 8)
     for text in ("log-probs of the policy", "updating the policy", "8/8"):
         assert text in terminal.getvalue()
+    assert metrics["ratio_max"] == 1.0
+    assert metrics["ppo_kl"] == metrics["ppo_clip_ratio"] == 0.0
+    assert metrics["actor_grad_norm"] > 0
 
 
 def test_leaving_idle_samples_out_changes_nothing(
@@ -318,12 +315,187 @@ def test_leaving_idle_samples_out_changes_nothing(
     assert (skipped - everything).norm() / everything.norm() < 1e-5
 
 
-def test_the_ratio_is_exactly_one_on_policy(tiny_model_dir: Path, tmp_path: Path) -> None:
-    actor = make_actor(tiny_model_dir, tmp_path)
-    experience = replace(ragged_experience(), old_logprobs=None)
-    [steps] = plan_updates(experience, 1, train_batch_size=64, max_epochs=1, seed=0)
-    metrics = actor.fit(steps).values()
-    assert metrics["ratio_max"] == 1.0
-    assert metrics["ppo_kl"] == 0.0
-    assert metrics["ppo_clip_ratio"] == 0.0
-    assert metrics["actor_grad_norm"] > 0
+class Texts:
+    """Text k is k + 2 times the token k."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> SFTExample:
+        ids = torch.full((index + 2,), index)
+        return SFTExample(ids, torch.arange(len(ids)) > 0)
+
+
+def step(num_samples: int) -> UpdateStep:
+    return UpdateStep(Experience.from_rollouts(THREE), 6, num_samples)
+
+
+def mixed(shares: list[list[UpdateStep]], num_seen: int = 0) -> list[list[UpdateStep]]:
+    return mix_texts(shares, Texts(), num_seen=num_seen, seed=1)  # type: ignore[arg-type]
+
+
+def rows_of(shares: list[list[UpdateStep]]) -> list[list[int]]:
+    """The texts of every optimizer step, all ranks together."""
+    return [
+        sorted(int(ids[0]) for one in ranks for ids in one.texts)
+        for ranks in zip(*shares, strict=True)
+    ]
+
+
+def test_each_step_gets_as_many_texts_as_samples_and_each_pass_every_text() -> None:
+    shares = mixed([[step(3), step(2), step(5)], [step(3)] * 3])
+    first, second, third = rows_of(shares)
+    assert (len(first), len(second), third) == (3, 2, [0, 1, 2, 3, 4])
+    assert sorted(first + second) == [0, 1, 2, 3, 4]
+
+
+def test_the_tokens_of_a_step_are_counted_over_all_ranks() -> None:
+    shares = mixed([[step(5)]] * 3)
+    # Texts of 2 to 6 tokens, the first of each is given: 1 + 2 + 3 + 4 + 5.
+    assert {one.num_text_tokens for [one] in shares} == {15}
+    sizes = [sum(map(len, one.texts)) for [one] in shares]
+    assert sum(sizes) == 20 and max(sizes) <= 7
+
+
+def test_passes_go_on_where_earlier_updates_ended() -> None:
+    whole = rows_of(mixed([[step(3), step(4), step(6), step(2)]]))
+    assert rows_of(mixed([[step(6), step(2)]], num_seen=7)) == whole[2:]
+
+
+def test_rows_that_repeat_an_id_are_kept_where_that_is_asked_for(tmp_path) -> None:
+    path = write_jsonl(tmp_path / "texts.jsonl", [{"id": 1, "text": word} for word in "ab"])
+    model = make_model(tmp_path / "model", max_position_embeddings=64)
+
+    def texts(**data: object) -> SFTDataset:
+        prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"input": "q"}])
+        data = {"pretrain_dataset": str(path), "prompt_dataset": str(prompts), **data}
+        actor = {"ptx_coef": 0.1, "model_name_or_path": str(model)}
+        config = PPOConfig.model_validate({"data": data, "actor": actor})
+        gathered = Gathered()
+        policy = ppo_setup.check_models(config, Gathered(), has_engines=False)
+        *_, found = ppo_setup._data(config, make_tokenizer(tmp_path), policy, gathered)
+        gathered.raise_if_any()
+        return found
+
+    with pytest.raises(DataError, match="id"):
+        texts()
+    kept = texts(duplicate_ids="keep")
+    assert len(kept) == 2
+    write_jsonl(path, [{"text": "a"}])
+    with pytest.raises(DataError, match=r"Check --pretrain_key and --max_len"):
+        texts(max_len=1)
+    write_jsonl(path, [{"text": "a" * 100}])
+    with pytest.raises(DataError, match=r"longer than the 64 positions of the model"):
+        texts(max_len=65)
+
+
+TEXTS = ("hello there<|end|>", "good")
+
+
+def config_of(policy: Path, reward: Path, flags: str = "") -> PPOConfig:
+    words = f"--pretrain {policy} --reward_pretrain {reward} --prompt_data d {flags}"
+    return parse_config(PPOConfig, words.split()).config
+
+
+@pytest.fixture(scope="module")
+def reward_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_reward_model(tmp_path_factory.mktemp("rm") / "same")
+
+
+@pytest.fixture(scope="module")
+def foreign_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model whose ids are others than the policy's."""
+    merges = [("h", "e"), ("l", "l"), ("o", "o")]
+    path = make_reward_model(tmp_path_factory.mktemp("rm") / "foreign", vocab_size=280)
+    tokenizer = make_tokenizer(path, merges)
+    assert len(tokenizer) > 262
+    state = json.loads((path / "tokenizer.json").read_text())
+    vocab = state["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (path / "tokenizer.json").write_text(json.dumps(state))
+    return path
+
+
+def rollouts_of(policy: Path) -> list[Rollout]:
+    tokenizer = load_tokenizer(str(policy))
+    made = []
+    for k, text in enumerate(TEXTS):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        made.append(replace(rollout(ids[:2], ids[2:], group=k), response_text=text, prompt_text=""))
+    return made
+
+
+def rewards_of(config: PPOConfig, path: Path, experience: Experience, folder: Path) -> list[float]:
+    worker = RewardModelActor(config, "reward", str(folder))
+    worker.setup()
+    worker.init_model(str(path))
+    return worker.compute_rewards(experience).tolist()
+
+
+def scores_by_hand(path: Path, reader: Path) -> list[float]:
+    """Scores of the texts as one tokenizer reads them."""
+    tokenizer = load_tokenizer(str(reader))
+    model = RewardModel(load_sequence_model(path, allow_fresh_head=False)).eval()
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    ids = [torch.tensor(row) for row in rows]
+    batch = PackedBatch.from_sequences(ids, [torch.zeros(len(row)) for row in rows])
+    with torch.no_grad():
+        return model(batch).scores.tolist()
+
+
+def test_a_reward_model_reads_the_tokens_of_its_vocabulary_and_of_another_the_text(
+    tiny_model_dir: Path, reward_dir: Path, foreign_dir: Path, tmp_path: Path
+) -> None:
+    experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
+    line = f"--critic_pretrain {tiny_model_dir} --micro_rollout_batch_size 1"
+    for path, reader in ((reward_dir, tiny_model_dir), (foreign_dir, foreign_dir)):
+        config = config_of(tiny_model_dir, path, line)
+        cautions = check_tokens(config, load_policy_tokenizer(config))
+        assert [f"{path} has another vocabulary" in line for line in cautions] == [True] * (
+            path is foreign_dir
+        )
+        found = rewards_of(config, path, experience, tmp_path)
+        assert found == pytest.approx(scores_by_hand(path, reader), abs=1e-5)
+    # As far as it has positions.
+    short = shutil.copytree(foreign_dir, tmp_path / "short")
+    settings = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (short / "config.json").write_text(json.dumps(settings))
+    first, second = rewards_of(config_of(tiny_model_dir, short), short, experience, tmp_path)
+    assert math.isnan(first) and math.isfinite(second)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(tiny_model_dir: Path, foreign_dir: Path) -> None:
+    config = config_of(tiny_model_dir, foreign_dir)
+    with pytest.raises(ConfigError, match=f"--critic_pretrain {tiny_model_dir}"):
+        check_tokens(config, load_policy_tokenizer(config))
+    group = config_of(tiny_model_dir, foreign_dir, "--advantage_estimator group_norm")
+    assert len(check_tokens(group, load_policy_tokenizer(group))) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_embeddings", "is_same"), [(280, True), (262, False)], ids=["fits", "does not fit"]
+)
+def test_tokens_that_one_of_both_lacks_are_no_other_vocabulary_where_they_have_a_place(
+    tmp_path: Path, num_embeddings: int, is_same: bool
+) -> None:
+    policy = make_model(tmp_path / "policy", "llama", vocab_size=280)
+    make_tokenizer(policy, [("a", "b")])  # its id is 262
+    reward = make_reward_model(tmp_path / "reward", architecture="llama", vocab_size=num_embeddings)
+    for one, other in ((policy, reward), (reward, policy)):
+        config = config_of(one, other, "--advantage_estimator group_norm")
+        cautions = check_tokens(config, load_policy_tokenizer(config))
+        assert (cautions == []) is (is_same or one is reward)
+
+
+def test_a_reward_model_that_cannot_be_used_is_said_before_anything_starts(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    gathered = Gathered()
+    check_models(config_of(tiny_model_dir, tiny_model_dir), gathered, has_engines=False)
+    path = make_reward_model(tmp_path / "rm") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"std": 0.0}))
+    config = config_of(tiny_model_dir, path.parent, "--normalize_reward")
+    check_models(config, gathered, has_engines=False)
+    headless, unscaled = gathered.problems
+    assert f"{tiny_model_dir} has no value head. Give a reward model" in headless
+    assert "std above 0" in unscaled

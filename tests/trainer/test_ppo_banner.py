@@ -1,7 +1,5 @@
 """The lines an RL run opens with: every model with its place, the rewards, the true batch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_run import banner_sections
 from openrlhf.trainer.ppo_setup import planned_updates
-from openrlhf.trainer.ray.placement import ClusterView, role_counts
+from openrlhf.trainer.ray.placement import ClusterView, role_demands
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
 NODE = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)
@@ -24,9 +22,9 @@ def banner(
     """The sections of a command's banner: models, run."""
     line = f"--pretrain /m/policy --prompt_data d --save_path out {flags}"
     config = parse_config(PPOConfig, line.split()).config
-    counts = role_counts(config, cluster)
-    placed: Any = SimpleNamespace(counts=counts, policy_dtype=torch.float32)
-    sizes = {role: SIZES[role] for role in counts.ranks}
+    demands = role_demands(config, cluster)
+    placed: Any = SimpleNamespace(demands=demands, view=cluster, policy_dtype=torch.float32)
+    sizes = {demand.role: SIZES[demand.role] for demand in demands if demand.role in SIZES}
     updates = planned_updates(config, num_prompts)
     sections = banner_sections(config, updates, placed, sizes, num_prompts)
     return dict(sections["models"]), dict(sections["run"])

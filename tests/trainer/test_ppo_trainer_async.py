@@ -1,7 +1,5 @@
 """Generation and training side by side: bounded, balanced, and ended by the error of either."""
 
-from __future__ import annotations
-
 import operator
 import random
 import re
@@ -78,24 +76,21 @@ def test_filtered_and_failed_groups_are_replaced_and_counted():
     assert sizes == [8] * 9 + [4]  # two groups are left for the last step
 
 
-@pytest.mark.parametrize("with_filter", [False, True])
-def test_of_the_last_prompts_as_many_as_a_step_has_some_may_fail(with_filter):
-    queue = make_trainer(World(), num_prompts=9, with_filter=with_filter, max_dropped=0.5).queue
+def test_of_the_last_prompts_as_many_as_a_step_has_some_may_fail():
+    sampler = make_trainer(World(), num_prompts=9, with_filter=True, max_dropped=0.5).sampler
     failed = FinishedGroup((0, 0), failure="no reward")
     kept, flat = (
         FinishedGroup((0, 1), samples((0, 1), scores, [0] * 4))
         for scores in ((0.0, 1.0), (1.0, 1.0))
     )
-    for group in (failed, failed, kept, kept, failed, kept, failed):  # of the last four two
-        queue.sampler.outcome_of(group, Metrics())
-    if with_filter:
-        for group in (flat, flat, flat):  # are in no step, and push no failure out
-            queue.sampler.outcome_of(group, Metrics())
+    # Of the last four two; flat ones are in no step, and push no failure out.
+    for group in (failed, failed, kept, kept, failed, kept, failed, flat, flat, flat):
+        sampler.outcome_of(group, Metrics())
     message = (
         r"3 prompt\(s\) got no rewards, more than --reward_max_dropped 0\.5 of the 4 of a step"
     )
     with pytest.raises(RewardError, match=message):
-        queue.sampler.outcome_of(failed, Metrics())
+        sampler.outcome_of(failed, Metrics())
 
 
 @pytest.mark.parametrize("keeps_running", [False, True])
@@ -144,10 +139,11 @@ def test_an_error_of_the_trainer_ends_the_run_and_the_stream():
 
 
 @pytest.mark.parametrize(("num_slow", "what"), [(40, "samples"), (1, "running samples to finish")])
-def test_every_wait_has_a_deadline(num_slow, what):
+def test_every_wait_has_a_deadline(num_slow, what, monkeypatch):
+    monkeypatch.setattr(rollout_queue, "WAIT_S", 0.4)
     slow = {} if num_slow == 40 else None
     world = World(seconds_of=lambda key: 60.0 if slow == {} or key == (0, order[4]) else 0.0)
-    trainer = make_trainer(world, num_prompts=40, wait_s=0.4, num_at_once=8)
+    trainer = make_trainer(world, num_prompts=40, num_at_once=8)
     order = trainer.sampler.cursor._order
     with pytest.raises(EngineError, match=f"waited 0 s for {what}"):
         trainer.fit()
@@ -181,7 +177,7 @@ def test_who_is_waited_for_is_said_when_nothing_comes(monkeypatch):
     trainer = make_trainer(world, num_prompts=4)
     order = trainer.sampler.cursor._order
     said: list[str] = []
-    trainer.queue._say = said.append
+    monkeypatch.setattr(rollout_queue, "notice", said.append)
     trainer.fit()
     line = (
         r"waited \d s for samples: 3 of the 4 prompts of a step are finished, 1 are running\. "
@@ -208,21 +204,16 @@ def test_staleness_is_counted_by_the_oldest_token():
     }
 
 
-@pytest.mark.parametrize(
-    ("versions", "keeps_running", "is_refused"),
-    [
-        ((4, 4, 4, 4), False, False),
-        ((2, 2, 2, 2), False, True),  # two behind
-        ((5, 5, 5, 5), False, True),  # of weights that do not exist yet
-        ((3, 3, 4, 4), False, True),
-        ((3, 3, 4, 4), True, False),
-    ],
-)
-def test_samples_too_far_behind_are_refused(versions, keeps_running, is_refused):
-    trainer = make_trainer(World(keeps_running=keeps_running), num_prompts=4)
+@pytest.mark.parametrize("versions", [(2, 2, 2, 2), (5, 5, 5, 5), (3, 3, 4, 4)])
+def test_samples_too_far_behind_or_of_several_versions_are_refused(versions):
+    trainer = make_trainer(World(), num_prompts=4)
     trainer.state.weight_version = 4
-    if not is_refused:
-        trainer.check_versions([stale(*versions)])
-        return
+    trainer.check_versions([stale(4, 4, 4, 4), stale(3, 3, 3, 3)])
     with pytest.raises(EngineError, match=r"sampled under weights \[.*the policy is at 4, and 1"):
         trainer.check_versions([stale(*versions)])
+
+
+def test_with_partial_rollouts_samples_may_be_of_several_versions():
+    trainer = make_trainer(World(keeps_running=True), num_prompts=4)
+    trainer.state.weight_version = 4
+    trainer.check_versions([stale(3, 3, 4, 4)])

@@ -2,8 +2,6 @@
 pass through the base, and a run that stops goes on where it stood.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

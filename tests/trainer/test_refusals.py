@@ -2,8 +2,6 @@
 code 2, before a model is loaded. Details of rows and files stand in `tests/datasets`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable

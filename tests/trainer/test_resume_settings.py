@@ -1,7 +1,5 @@
 """What may be changed on a command that goes on from a checkpoint, what may not, what is said."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 through worker processes to scored samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path

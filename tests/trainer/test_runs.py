@@ -2,8 +2,6 @@
 export gives in Hugging Face classes the numbers that were logged.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

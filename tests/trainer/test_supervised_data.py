@@ -2,8 +2,6 @@
 and the config that it leaves behind reads the same data in the same way.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

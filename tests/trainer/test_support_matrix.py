@@ -3,8 +3,6 @@ refused in one line when the run starts. `python -m tests.trainer.test_support_m
 table of docs/large-models.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,11 +1,9 @@
 """Who counts as not getting on, and who is ended for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from openrlhf.trainer.ray import watch
-from openrlhf.trainer.ray.model_actor import Health
+from openrlhf.trainer.ray.launcher import Health
 from openrlhf.trainer.ray.watch import Watch, Watched
 
 
@@ -18,13 +16,13 @@ def test_one_that_does_not_answer_or_stays_at_a_micro_batch_is_quiet():
     rank.hear(None, 2.0)
     assert rank.quiet_s == 2.0
     for health, quiet_s in (
-        (Health(None, 0, 7), 0.0),
-        (Health(None, 0, 7), 0.0),  # idle
-        (Health("updating the policy", 0, 7), 0.0),  # has just begun
-        (Health("updating the policy", 0, 7), 2.0),
+        (Health(None, 0, None, 7), 0.0),
+        (Health(None, 0, None, 7), 0.0),  # idle
+        (Health("updating the policy", 0, None, 7), 0.0),  # has just begun
+        (Health("updating the policy", 0, None, 7), 2.0),
         (None, 4.0),
-        (Health("updating the policy", 1, 7), 0.0),
-        (Health("updating the policy", 1, 7), 2.0),
+        (Health("updating the policy", 1, None, 7), 0.0),
+        (Health("updating the policy", 1, None, 7), 2.0),
     ):
         rank.hear(health, 2.0)
         assert rank.quiet_s == quiet_s
@@ -44,13 +42,13 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_a_rank_that_waits_for_a_stopped_one_is_not_the_one_that_is_ended(killed):
     waiting, stopped, idle = watched("rank 0"), watched("rank 1"), watched("engine")
-    busy = Health("updating the policy", 3, 7)
+    busy = Health("updating the policy", 3, None, 7)
     for rank in (waiting, stopped):
         rank.hear(busy, 0.0)
     for _ in range(300):
         waiting.hear(busy, 2.0)
         stopped.hear(None, 1.9)
-        idle.hear(Health(None, 3, 7), 2.0)
+        idle.hear(Health(None, 3, None, 7), 2.0)
     run = Watch([waiting, stopped, idle])
     run._judge()
     assert killed == ["rank 1"]

@@ -1,7 +1,5 @@
 """How weights travel, and that a sync is only over when every engine has shown what it holds."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

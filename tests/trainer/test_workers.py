@@ -2,8 +2,6 @@
 happened: the error itself, the role, the rank and the node.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +12,9 @@ from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import EngineError, NumericsError
-from openrlhf.trainer.ray.launcher import RayActorGroup, worker_environment
+from openrlhf.trainer.ray.launcher import RayActorGroup, node_address
 from openrlhf.trainer.ray.model_actor import ModelWorker
-from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
-from openrlhf.trainer.ray.utils import node_address
+from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster, worker_environment
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from tests.config.test_environment import OF_CALLER
 
@@ -67,14 +64,16 @@ def group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for name, value in OF_CALLER.items():
             caller.setenv(name, value)
         assert worker_environment(1).items() >= OF_CALLER.items()
-        slots = place([RoleDemand("critic", 2, "critic")], view_cluster())["critic"]
-        group = RayActorGroup(Probe, PPOConfig(), slots, role="critic", run_dir=str(run_dir))
+        slots, [places] = place([RoleDemand("critic", 2, "critic")], view_cluster())
+        group = RayActorGroup(
+            Probe, PPOConfig(), slots["critic"], role="critic", run_dir=str(run_dir)
+        )
     assert group.who(1) == "critic rank 1 of 2"  # nobody knows its node yet
     group.join()
     yield group
     for handle in group.handles:
         ray.kill(handle)
-    remove_placement_group(slots[0].group)
+    remove_placement_group(places)
 
 
 @pytest.mark.slow

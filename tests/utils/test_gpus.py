@@ -1,7 +1,5 @@
 """GPUs that a machine shows and torch cannot use end the start in a line."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

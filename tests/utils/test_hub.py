@@ -1,7 +1,5 @@
 """A hub that does not answer costs one wait and one line; what is in the cache still works."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

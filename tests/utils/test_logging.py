@@ -1,7 +1,5 @@
 """The console's words, the hints' thresholds, and the frameworks' chatter kept off the screen."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Progress bars: when they are drawn and what they show."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models and data sets of ModelScope: ids become folders, what cannot be had is listed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import modelscope

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM: noted by a loop that ends by itself, raised everywhere else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A fingerprint changes with any bit and any order, and with nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One tokenisation path: one BOS, every EOS, and data that cannot speak as another role."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

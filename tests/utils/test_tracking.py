@@ -1,7 +1,5 @@
 """Sinks write what they were given, and none of them can stop or slow a run."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -40,12 +38,12 @@ def test_resume_drops_the_steps_after_the_checkpoint_and_torn_lines(tmp_path):
 
 
 def test_files_that_cannot_be_written_warn_once(tmp_path, capsys):
-    tracker, writer = tracking.Tracker(tmp_path), tracking.RolloutWriter(tmp_path, num_kept=9)
+    tracker = tracking.Tracker(tmp_path)
     tracker.path.mkdir()  # opening it now fails, for root as well
     (tmp_path / "rollouts").write_text("a file in the way")
     for step in (1, 2):
         tracker.log(step, {"reward": 1.0})
-        assert writer.write(step, [{"reward": 1.0}]) is None
+        assert tracking.write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=9) is None
     assert capsys.readouterr().err.count("warning:") == 2
 
 
@@ -102,7 +100,7 @@ def test_rollouts_are_read_back_as_written(tmp_path):
         {"sample_id": "0/1/0", "reward": 1.0, "token_ids": torch.tensor([5, 6])},
         {"sample_id": "0/1/1", "reward": 0.0, "token_ids": torch.tensor([5]), "extra": {"n": 1.0}},
     ]
-    path = tracking.RolloutWriter(tmp_path, num_kept=9).write(7, rows)
+    path = tracking.write_rollouts(tmp_path, 7, rows, num_kept=9)
     assert path == tmp_path / "rollouts/step_000007.parquet"
     back = pyarrow.parquet.read_table(path).to_pylist()
     assert [row["token_ids"] for row in back] == [[5, 6], [5]]
@@ -111,15 +109,14 @@ def test_rollouts_are_read_back_as_written(tmp_path):
 
 def test_columns_of_mixed_types_become_json(tmp_path):
     rows = [{"label": "7"}, {"label": 7}, {"label": {"answer": [1, "x"]}}, {"label": None}]
-    path = tracking.RolloutWriter(tmp_path, num_kept=9).write(1, rows)
+    path = tracking.write_rollouts(tmp_path, 1, rows, num_kept=9)
     labels = pyarrow.parquet.read_table(path)["label"].to_pylist()
     assert labels == ['"7"', "7", '{"answer": [1, "x"]}', None]
 
 
 def test_the_files_of_the_last_steps_stay(tmp_path):
-    writer = tracking.RolloutWriter(tmp_path, num_kept=2)
     # It goes on from a checkpoint of step 2.
     for step in (1, 2, 3, 4, 3, 4, 5):
-        writer.write(step, [{"reward": 1.0}])
+        tracking.write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=2)
     names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert names == ["step_000004.parquet", "step_000005.parquet"]

@@ -1,7 +1,5 @@
 """User files load as modules of their own, and what is wrong with them is said in one line."""
 
-from __future__ import annotations
-
 import pytest
 
 from openrlhf.errors import ConfigError

@@ -1,7 +1,5 @@
 """Calls between two processes, in both directions, over one socket."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import pickle

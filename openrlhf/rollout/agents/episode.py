@@ -5,8 +5,6 @@ What the engines of a run do not do is refused by name, never ignored: the train
 taken with the run's temperature, and a sample drawn otherwise would silently be off-policy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import threading
@@ -17,7 +15,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.utils.agent import (
@@ -29,7 +26,7 @@ from openrlhf.utils.agent import (
     as_number,
     flag_of,
 )
-from openrlhf.utils.rollout import check_completion
+from openrlhf.utils.rollout import PromptRecord, check_completion
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
 _PLAIN_START = "\n"  # text before feedback, so that it is encoded as a continuation
@@ -52,7 +49,7 @@ NEUTRAL: dict[str, object] = {
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """What a worker is told before its first episode; every wait has its deadline here."""
+    """Settings of an agent worker, with the deadline of every wait."""
 
     path: str  # of the agent file
     tokenizer: Tokenizer
@@ -102,7 +99,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """How an episode ended that has a reward."""
+    """The result of an episode that has a reward."""
 
     segments: tuple[Segment, ...]
     reward: float
@@ -245,11 +242,9 @@ def scored(segments: tuple[Segment, ...], answer: object) -> EpisodeResult:
 
 
 def one_of(answer: Mapping[str, object], name: str) -> object:
-    """Return the value under a name or its plural; raises BadAnswerError when both are given."""
-    given = [answer[key] for key in (name, f"{name}s") if answer.get(key) is not None]
-    if len(given) > 1:
-        raise BadAnswerError(f"the answer has both {name} and {name}s. Return one of them.")
-    return given[0] if given else None
+    """Return the value under a name, or under its plural."""
+    value = answer.get(name)
+    return answer.get(f"{name}s") if value is None else value
 
 
 CURRENT: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("episode")
@@ -351,12 +346,14 @@ async def sample_turn(
 
 def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int) -> None:
     """Raise BadAnswerError for what are no token ids."""
-    if not prompt_ids:
-        raise BadAnswerError("a prompt without a token. Give text or token ids.")
-    if not all(isinstance(token, int) for token in prompt_ids):
-        raise BadAnswerError("the prompt is a list of other things than token ids.")
-    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-        raise BadAnswerError(f"the prompt has ids outside 0..{vocab_size - 1}")
+    bad = [
+        token for token in prompt_ids if not isinstance(token, int) or not 0 <= token < vocab_size
+    ]
+    if bad or not prompt_ids:
+        seen = repr(bad[0]) if bad else "no token"
+        raise BadAnswerError(
+            f"the prompt has {seen}. Give text or token ids of 0..{vocab_size - 1}."
+        )
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ Episodes run in worker processes. User code that blocks or ends its process cost
 the process is replaced, and the other episodes begin again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import itertools
@@ -17,7 +15,6 @@ from dataclasses import replace
 import torch
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import ConfigError, EngineError
 from openrlhf.rollout.agents.channel import Channel
@@ -28,7 +25,7 @@ from openrlhf.rollout.rollout import RolloutRequest, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.rollout import PromptRecord, Rollout
 from openrlhf.utils.tokenizer import Tokenizer
 
 MAX_RESTARTS = 3  # of an episode whose process ended

@@ -5,8 +5,6 @@ The API key says which episode a request belongs to. The server has a thread and
 so that clients that block theirs are answered all the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -3,8 +3,6 @@
 It asks its parent for turns, and ends itself where user code holds the loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect

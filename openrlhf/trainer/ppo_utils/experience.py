@@ -4,8 +4,6 @@ Every column has one of three axes: token (T), action (N: sampled tokens only) o
 `select` and `concat` keep the three in step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -25,6 +23,8 @@ class Experience:
     seq_lengths: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to T
     num_actions: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to N
     group_ids: Tensor = field(metadata=SAMPLE)  # (B,) int64
+    # (B,) int64: the parts of an agent's episode share it, any other sample is an episode
+    episode_ids: Tensor = field(metadata=SAMPLE)
     rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
     is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
     token_ids: Tensor = field(metadata=TOKEN)  # (T,) int64
@@ -36,40 +36,38 @@ class Experience:
     values: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
     advantages: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
     returns: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
-    # (B,) int64: parts of one agent's episode share it; None: every sample is an episode
-    episode_ids: Tensor | None = field(default=None, metadata=SAMPLE)
 
     @classmethod
-    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Experience:
+    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "Experience":
         """Lay scored rollouts end to end; every one must have a finite reward."""
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
+        names = [r.episode_id or f"sample {index}" for index, r in enumerate(rollouts)]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         assert torch.isfinite(rewards).all(), "an unscored or non-finite sample reached training"
         return cls(
             seq_lengths=torch.tensor([len(r.token_ids) for r in rollouts]),
             num_actions=torch.tensor([r.num_actions for r in rollouts]),
             group_ids=torch.tensor([r.group_id for r in rollouts]),
+            episode_ids=torch.tensor([numbers[name] for name in names]),
             rewards=rewards,
             is_truncated=torch.tensor([r.is_truncated for r in rollouts]),
             token_ids=torch.cat([r.token_ids for r in rollouts]),
             action_mask=torch.cat([r.action_mask for r in rollouts]),
             rollout_logprobs=torch.cat([r.logprobs for r in rollouts]),
             weight_versions=torch.cat([r.weight_versions for r in rollouts]),
-            episode_ids=_episode_ids(rollouts),
         )
 
     def __len__(self) -> int:
         return len(self.seq_lengths)
 
-    def _mapped(self, change: Callable[[str, Tensor], Tensor]) -> Experience:
+    def _mapped(self, change: Callable[[str, Tensor], Tensor]) -> "Experience":
         """Return experience with `change(axis, column)` in place of every column there is."""
-        columns = {c.name: getattr(self, c.name) for c in fields(self)}
-        for column in fields(self):
-            if columns[column.name] is not None:
-                axis = column.metadata["axis"]
-                columns[column.name] = change(axis, columns[column.name])
-        return Experience(**columns)
+        there = [column for column in fields(self) if getattr(self, column.name) is not None]
+        return Experience(
+            **{c.name: change(c.metadata["axis"], getattr(self, c.name)) for c in there}
+        )
 
-    def select(self, indices: Sequence[int]) -> Experience:
+    def select(self, indices: Sequence[int]) -> "Experience":
         """Return the samples at `indices`, in that order; may be empty."""
         sizes = {"token": self.seq_lengths.tolist(), "action": self.num_actions.tolist()}
 
@@ -81,15 +79,13 @@ class Experience:
 
         return self._mapped(picked)
 
-    def to(self, device: torch.device | str) -> Experience:
+    def to(self, device: torch.device | str) -> "Experience":
         """Return the same samples on another device."""
         return self._mapped(lambda axis, column: column.to(device))
 
     @property
     def episodes(self) -> list[list[int]]:
         """Return the samples of every episode: one, or the parts of an agent's episode."""
-        if self.episode_ids is None:
-            return [[index] for index in range(len(self))]
         members: dict[int, list[int]] = {}
         for index, episode in enumerate(self.episode_ids.tolist()):
             members.setdefault(episode, []).append(index)
@@ -99,11 +95,11 @@ class Experience:
     def response_lengths(self) -> Tensor:
         """Return the sampled tokens of the whole episode of every sample, (B,) int64."""
         lengths_B = self.num_actions.clone()
-        for members in self.episodes if self.episode_ids is not None else ():
+        for members in self.episodes:
             lengths_B[members] = self.num_actions[members].sum()
         return lengths_B
 
-    def stand_in(self) -> Experience:
+    def stand_in(self) -> "Experience":
         """Return a sample of two tokens with the same columns, where a rank has nothing to do."""
         sizes = {"token": 2, "action": 1, "sample": 1}
         zeros = self._mapped(lambda axis, column: column.new_zeros(sizes[axis]))
@@ -117,15 +113,6 @@ class Experience:
     def packed(self) -> PackedBatch:
         """Return one packed row whose targets are the sampled tokens."""
         return PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
-
-
-def _episode_ids(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """Number the episode of every sample from 0; None where each is one of its own."""
-    names = [r.episode_id or f"sample {index}" for index, r in enumerate(rollouts)]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    if len(numbers) == len(names):
-        return None
-    return torch.tensor([numbers[name] for name in names])
 
 
 def scatter_back(

@@ -1,11 +1,8 @@
 """From scored rollouts to experience: the forwards of reference, old policy and critic, then
 advantages.
 
-Follows the order of operations of the documentation: penalties, KL, shaping, clipping, token
-rewards, advantages, normalisation. Forwards nobody needs are not made.
+Follows the order of operations in docs/algorithms.md. Forwards nobody needs are not made.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.advantages import estimator
+from openrlhf.algorithms.advantages import estimator, penalise_overlong, penalise_truncated
 from openrlhf.algorithms.kl import kl_per_token
-from openrlhf.algorithms.reward_shaping import penalise_overlong, penalise_truncated
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import NumericsError
@@ -25,76 +21,64 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
 
-class RemoteExperienceMaker:
-    """Runs the forwards on their groups and the maths here."""
+def make_experience(
+    config: PPOConfig,
+    forwards: Mapping[str, Forward],
+    rollouts: Sequence[Rollout],
+    kl_coef: float,
+) -> tuple[Experience, Metrics]:
+    """Return experience with advantages and returns, and the metrics of the batch; raise
+    NumericsError for numbers that are not finite.
 
-    def __init__(self, config: PPOConfig, forwards: Mapping[str, Forward]) -> None:
-        """`forwards` are those that are needed, by column: old_logprobs, values, ref_logprobs."""
-        self.reward, self.kl = config.reward, config.algo.kl
-        self.max_new_tokens = config.rollout.max_new_tokens
-        advantage = config.algo.advantage
-        self.estimator = estimator(
-            advantage.estimator,
-            gamma=advantage.gamma,
-            lambd=advantage.lambd,
-            no_std_norm=advantage.no_std_norm,
+    `forwards` are those that are needed, by column: old_logprobs, values, ref_logprobs.
+    """
+    experience = Experience.from_rollouts(rollouts)
+    columns = run_forwards(forwards, experience, in_turn=config.train.colocate_all)
+    for name, column in columns.items():
+        if not torch.isfinite(column).all():
+            raise NumericsError(f"{name} of this batch are not finite")
+    experience = replace(experience, **columns)
+    kl_N, how = reward_kl(config, experience), config.algo.advantage
+    advantages_N, returns_N = estimator(
+        how.estimator, gamma=how.gamma, lambd=how.lambd, no_std_norm=how.no_std_norm
+    ).compute(
+        penalised_rewards(config, experience),
+        experience.group_ids,
+        torch.zeros_like(experience.rollout_logprobs) if kl_N is None else kl_N,
+        experience.values,
+        experience.num_actions,
+        kl_coef=kl_coef,
+        clip_range=config.reward.clip_range,
+        episode_ids_B=experience.episode_ids,
+    )
+    if not torch.isfinite(advantages_N).all():
+        raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
+    experience = replace(experience, advantages=advantages_N, returns=returns_N)
+    return experience, experience_metrics(experience, kl_N)
+
+
+def penalised_rewards(config: PPOConfig, experience: Experience) -> Tensor:
+    """Return the rewards (B,) with the length penalties."""
+    rewards_B, reward = experience.rewards, config.reward
+    if reward.overlong_buffer_len is not None:
+        rewards_B = penalise_overlong(
+            rewards_B,
+            experience.response_lengths,
+            max_new_tokens=config.rollout.max_new_tokens,
+            buffer_len=reward.overlong_buffer_len,
+            penalty_factor=reward.overlong_penalty_factor,
         )
-        self.forwards = forwards
-        self.in_turn = config.train.colocate_all
+    if (coef := reward.stop_properly_penalty_coef) is not None:
+        rewards_B = penalise_truncated(rewards_B, experience.is_truncated, coef=coef)
+    return rewards_B
 
-    def make_experience_batch(
-        self, rollouts: Sequence[Rollout], kl_coef: float
-    ) -> tuple[Experience, Metrics]:
-        """Return experience with advantages and returns, and the metrics of the batch; raise
-        NumericsError for numbers that are not finite.
-        """
-        experience = Experience.from_rollouts(rollouts)
-        columns = run_forwards(self.forwards, experience, in_turn=self.in_turn)
-        for name, column in columns.items():
-            if not torch.isfinite(column).all():
-                raise NumericsError(f"{name} of this batch are not finite")
-        experience = replace(experience, **columns)
-        kl_N = self._reward_kl(experience)
-        advantages_N, returns_N = self.estimator.compute(
-            self._shaped_rewards(experience),
-            experience.group_ids,
-            torch.zeros_like(experience.rollout_logprobs) if kl_N is None else kl_N,
-            experience.values,
-            experience.num_actions,
-            kl_coef=kl_coef,
-            clip_range=self.reward.clip_range,
-            episode_ids_B=experience.episode_ids,
-        )
-        if not torch.isfinite(advantages_N).all():
-            raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
-        experience = replace(experience, advantages=advantages_N, returns=returns_N)
-        return experience, experience_metrics(experience, kl_N)
 
-    def _shaped_rewards(self, experience: Experience) -> Tensor:
-        """Return the rewards (B,) with the length penalties."""
-        rewards_B, reward = experience.rewards, self.reward
-        if reward.overlong_buffer_len is not None:
-            rewards_B = penalise_overlong(
-                rewards_B,
-                experience.response_lengths,
-                max_new_tokens=self.max_new_tokens,
-                buffer_len=reward.overlong_buffer_len,
-                penalty_factor=reward.overlong_penalty_factor,
-            )
-        if reward.stop_properly_penalty_coef is not None:
-            rewards_B = penalise_truncated(
-                rewards_B, experience.is_truncated, coef=reward.stop_properly_penalty_coef
-            )
-        return rewards_B
-
-    def _reward_kl(self, experience: Experience) -> Tensor | None:
-        """KL estimates (N,) for the token reward; None when KL is off or part of the loss."""
-        if self.kl.use_loss or experience.ref_logprobs is None:
-            return None
-        assert experience.old_logprobs is not None
-        return kl_per_token(
-            experience.old_logprobs, experience.ref_logprobs, estimator=self.kl.estimator
-        )
+def reward_kl(config: PPOConfig, experience: Experience) -> Tensor | None:
+    """Return KL estimates (N,) for the token reward; None if KL is off or part of the loss."""
+    old_N, ref_N, kl = experience.old_logprobs, experience.ref_logprobs, config.algo.kl
+    if kl.use_loss or old_N is None or ref_N is None:
+        return None
+    return kl_per_token(old_N, ref_N, estimator=kl.estimator)
 
 
 def experience_metrics(experience: Experience, kl_N: Tensor | None) -> Metrics:
@@ -106,25 +90,22 @@ def experience_metrics(experience: Experience, kl_N: Tensor | None) -> Metrics:
     metrics = Metrics()
     episodes = experience.episodes
     first = [members[0] for members in episodes]
-    columns = {
+    columns: dict[str, Tensor | None] = {
         "reward": experience.rewards[first],
         "response_length": experience.response_lengths[first].float(),
         "total_length": torch.stack([experience.seq_lengths[m].sum() for m in episodes]).float(),
         "response_clip_ratio": experience.is_truncated[first].float(),
     }
     assert experience.returns is not None
-    columns["return"] = segment_sum(experience.returns, experience.num_actions) / (
-        experience.num_actions.clamp(min=1)
-    )
+    num_actions = experience.num_actions
+    columns["return"] = segment_sum(experience.returns, num_actions) / num_actions.clamp(min=1)
+    columns |= {"kl": kl_N, "values": experience.values}
     for name, column in columns.items():
-        metrics.add(name, column.mean().item(), weight=len(column))
+        if column is not None:
+            metrics.add(name, column.mean().item(), weight=len(column))
     stds = group_stds(experience.rewards[first], experience.group_ids[first])
     if len(stds) < len(episodes):  # one sample a prompt has no spread
         metrics.add("group_reward_std", stds.mean().item(), weight=len(stds))
-    if kl_N is not None:
-        metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
-    if experience.values is not None:
-        metrics.add("values", experience.values.mean().item(), weight=len(experience.values))
     return metrics
 
 

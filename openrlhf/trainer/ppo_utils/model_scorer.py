@@ -1,7 +1,5 @@
 """Rewards from local reward models, as a Scorer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +12,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import Forward, run_forwards
 from openrlhf.utils.threads import LoopThread
 
-LONG_TEXT = ", as it does for a text of more tokens than it reads"
+HINT = " (nan: for a text of more tokens than it reads)"
 
 
 class ModelScorer:
@@ -51,8 +49,8 @@ class ModelScorer:
 
     def _score(self, groups: Sequence[Group]) -> list[Outcome]:
         unscored = [replace(rollout, reward=0.0) for group in groups for rollout in group]
+        experience = Experience.from_rollouts(unscored)
         with self.turn:
-            experience = Experience.from_rollouts(unscored)
             columns = run_forwards(self.models, experience, in_turn=self.in_turn)
         numbers = zip(*(column.tolist() for column in columns.values()), strict=True)
         return [self._outcome(group, [next(numbers) for _ in group]) for group in groups]
@@ -61,12 +59,9 @@ class ModelScorer:
         scored = []
         for rollout, values in zip(group, numbers, strict=True):
             parts = dict(zip(self.models, values, strict=True))
-            for name, value in parts.items():
-                if not math.isfinite(value):
-                    return RewardError(
-                        f"sample {rollout.sample_id}: the reward model {name} answered {value}"
-                        f"{LONG_TEXT if math.isnan(value) else ''}"
-                    )
+            bad = [f"{name} answered {v}" for name, v in parts.items() if not math.isfinite(v)]
+            if bad:
+                return RewardError(f"sample {rollout.sample_id}: the reward model {bad[0]}{HINT}")
             reward = sum(w * v for w, v in zip(self.weights, values, strict=True))
             logged = parts if len(parts) > 1 else {}
             scored.append(replace(rollout, reward=reward, reward_parts=logged))

@@ -1,19 +1,17 @@
 """The policy loss of a run: one of the package, or a function of the user's, tried before a run."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import cast
 
 import torch
 
-from openrlhf.algorithms.policy_loss import POLICY_LOSSES, ClipRange, PolicyLoss, PolicyLossTerms
+from openrlhf.algorithms.policy_loss import POLICY_LOSSES, ClipRange, PolicyLossTerms
 from openrlhf.errors import ConfigError
 from openrlhf.utils.user_code import blaming, import_function
 
 
-def find_policy_loss(name: str) -> PolicyLoss:
+def find_policy_loss(name: str) -> Callable[..., PolicyLossTerms]:
     """Return one of POLICY_LOSSES, or the user's function at `file.py:name` or `module:name`.
 
     What a user's function raises becomes a ConfigError with the line of its file.
@@ -21,14 +19,13 @@ def find_policy_loss(name: str) -> PolicyLoss:
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
     function = cast(Callable[..., PolicyLossTerms], import_function(name))
-    place = name.rpartition(":")[0]
-    path = place if place.endswith(".py") else inspect.getsourcefile(function) or place
+    path = inspect.getsourcefile(function) or name
 
     def terms(*tensors: torch.Tensor, **named: object) -> PolicyLossTerms:
         with blaming(path, ConfigError):
             return function(*tensors, **named)
 
-    return PolicyLoss(terms)
+    return terms
 
 
 def check_policy_loss(name: str) -> None:
@@ -37,7 +34,7 @@ def check_policy_loss(name: str) -> None:
     """
     if name in POLICY_LOSSES:
         return
-    terms = find_policy_loss(name).terms(
+    terms = find_policy_loss(name)(
         torch.tensor([-1.0, -2.0, -0.5], requires_grad=True),
         torch.tensor([-1.1, -1.9, -0.5]),
         advantages_N=torch.tensor([1.0, 1.0, -1.0]),

@@ -8,23 +8,19 @@ Pre-training text may stand beside the samples, so that the policy does not forg
 PPO-ptx of InstructGPT (arXiv 2203.02155, section 3.5).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches
-from openrlhf.datasets.sampler import EpochSampler, PromptCursor
+from openrlhf.datasets.sampler import epoch_order
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 if TYPE_CHECKING:  # it imports datasets and pandas, which workers do not need
     from openrlhf.datasets.sft_dataset import SFTDataset
-
-ENDLESS = 2**62  # passes over the text
 
 
 @dataclass(frozen=True)
@@ -85,35 +81,24 @@ def without_idle_samples(step: UpdateStep) -> UpdateStep:
     return replace(step, experience=experience.select(busy))
 
 
-class TextMixer:
-    """Goes through the text over and over, in an order that seed and pass decide."""
-
-    def __init__(self, texts: SFTDataset, *, seed: int) -> None:
-        self.texts = texts
-        self.cursor = PromptCursor(EpochSampler(len(texts), seed), num_episodes=ENDLESS)
-
-    def mix(self, shares: Sequence[Sequence[UpdateStep]]) -> list[list[UpdateStep]]:
-        """Return the same optimizer steps, [rank][step], each with text beside its samples: as many
-        rows as the step has samples, divided among the ranks.
-        """
-        mixed: list[list[UpdateStep]] = [[] for _ in shares]
-        for steps in zip(*shares, strict=True):
-            rows: list[int] = []
-            while len(rows) < steps[0].num_samples:
-                rows += self.cursor.draw(steps[0].num_samples - len(rows))
-            texts = [self.texts[row].token_ids for row in rows]
-            num_tokens = sum(len(text) - 1 for text in texts)
-            parts = balanced_partitions([len(text) for text in texts], len(steps))
-            for rank, (step, part) in enumerate(zip(steps, parts, strict=True)):
-                own = tuple(texts[index] for index in part)
-                mixed[rank].append(replace(step, texts=own, num_text_tokens=num_tokens))
-        return mixed
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the text, as JSON."""
-        return {"fingerprint": self.texts.fingerprint, "cursor": self.cursor.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from where `state_dict` was taken; other text is read from its beginning."""
-        if state is not None and state["fingerprint"] == self.texts.fingerprint:
-            self.cursor.load_state_dict(state["cursor"])
+def mix_texts(
+    shares: Sequence[Sequence[UpdateStep]], texts: "SFTDataset", *, num_seen: int, seed: int
+) -> list[list[UpdateStep]]:
+    """Return the same optimizer steps, [rank][step], each with text beside its samples: as many
+    rows as the step has samples, divided among the ranks. Passes over the text go on behind the
+    `num_seen` rows of earlier calls, each in an order of its own.
+    """
+    end = num_seen + sum(step.num_samples for step in shares[0])
+    size, first = len(texts), num_seen // len(texts)
+    passes = range(first, end // size + 1)
+    orders = torch.cat([epoch_order(size, seed, epoch) for epoch in passes])
+    rows = iter(orders[num_seen - first * size :].tolist())
+    mixed: list[list[UpdateStep]] = [[] for _ in shares]
+    for steps in zip(*shares, strict=True):
+        drawn = [texts[next(rows)].token_ids for _ in range(steps[0].num_samples)]
+        num_tokens = sum(len(text) - 1 for text in drawn)
+        parts = balanced_partitions([len(text) for text in drawn], len(steps))
+        for rank, (step, part) in enumerate(zip(steps, parts, strict=True)):
+            own = tuple(drawn[index] for index in part)
+            mixed[rank].append(replace(step, texts=own, num_text_tokens=num_tokens))
+    return mixed

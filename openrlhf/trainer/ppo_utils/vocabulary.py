@@ -2,8 +2,6 @@
 texts.
 """
 
-from __future__ import annotations
-
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import load_config
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
@@ -31,10 +29,7 @@ def other_tokenizer(config: PPOConfig, path: str, own: Tokenizer) -> Tokenizer |
         load_config(name, trust_remote_code=config.trust_remote_code).get_text_config().vocab_size
         for name in (policy, path)
     ]
-    other = load_tokenizer(
-        path,
-        trust_remote_code=config.trust_remote_code,
-    )
+    other = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
     others = other.get_vocab()
     taken = set(others.values())
 

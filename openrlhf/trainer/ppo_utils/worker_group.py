@@ -3,8 +3,6 @@
 `start_forward` turns a group's method on shares into a function on whole experience.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

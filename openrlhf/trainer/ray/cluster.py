@@ -1,10 +1,9 @@
 """Starts the groups and engines of a run: in this process, or in their places on a Ray cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 import torch
@@ -13,16 +12,22 @@ from ray.util.placement_group import remove_placement_group
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.collectives import shut_down
 from openrlhf.engines.base import RolloutEngine
-from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
-from openrlhf.errors import ConfigError
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.models.loading import load_config, resolve_dtype
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup, ray_session
-from openrlhf.trainer.ray.placement import RoleCounts, place, role_counts, view_cluster
+from openrlhf.trainer.ray.placement import (
+    ClusterView,
+    RoleDemand,
+    place,
+    role_demands,
+    view_cluster,
+)
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.watch import Watch, Watched
 from openrlhf.utils.progress import progress
 
+MAX_NUM_SEQS = 256  # that an engine samples at once
 SEED_STRIDE = 1_000_003  # between the seeds of engines that start at one step and at the next
 
 
@@ -30,7 +35,8 @@ SEED_STRIDE = 1_000_003  # between the seeds of engines that start at one step a
 class Cluster:
     """The processes of a run, which wait for their models."""
 
-    counts: RoleCounts
+    demands: Sequence[RoleDemand]  # of its models and engines
+    view: ClusterView | None  # None: this process
     policy_dtype: torch.dtype
     groups: Mapping[str, WorkerGroup]  # by role
     engines: Sequence[RolloutEngine]  # none when the policy generates itself
@@ -41,12 +47,7 @@ def local_cluster(
     config: PPOConfig, classes: Mapping[str, type], *, run_dir: str, resume_step: int
 ) -> Iterator[Cluster]:
     """Start one rank of every role and at most one engine in this process; end them at last."""
-    counts = RoleCounts(dict.fromkeys(classes, 1), config.vllm.num_engines or 0)
-    if counts.num_engines > 1:
-        raise ConfigError(
-            f"--vllm_num_engines {counts.num_engines} without Ray: one process holds "
-            "at most one engine. Use train_ppo_ray, or --vllm_num_engines 1."
-        )
+    num_engines = config.vllm.num_engines or 0
     dtype = policy_dtype(config, has_gpus=torch.cuda.is_available())
     with ExitStack() as stack:
         stack.callback(shut_down)
@@ -55,10 +56,11 @@ def local_cluster(
             worker = kind(config, role, run_dir)
             worker.setup()
             groups[role] = WorkerGroup(worker)
-        if counts.num_engines:
+        if num_engines:
             engines = [VLLMEngine(engine_config(config, dtype=dtype, resume_step=resume_step))]
             stack.callback(engines[0].shutdown)
-        yield Cluster(counts, dtype, groups, engines)
+        demands = [RoleDemand(role, 1, role) for role in [*classes, *["vllm"] * num_engines]]
+        yield Cluster(demands, None, dtype, groups, engines)
 
 
 @contextmanager
@@ -70,21 +72,20 @@ def ray_cluster(
     """
     with ray_session(), ExitStack() as stack:
         view = view_cluster()
-        counts = role_counts(config, view)
+        demands = role_demands(config, view)
         dtype = policy_dtype(config, has_gpus=view.has_gpus)
         # Phases take turns: one role at a time may use all cores. Engines and trainer, where both
         # run at once, share them.
         num_at_once = 2 if config.train.async_enable else 1
-        slots = place(counts.demands, view, num_roles_at_once=num_at_once)
-        places = [slot.group for of_role in slots.values() for slot in of_role]
-        for place_group in {place_group.id: place_group for place_group in places}.values():
+        slots, place_groups = place(demands, view, num_roles_at_once=num_at_once)
+        for place_group in place_groups:
             stack.callback(remove_placement_group, place_group)
         groups = {
             role: RayActorGroup(kind, config, slots[role], role=role, run_dir=run_dir)
             for role, kind in classes.items()
         }
         engines = []
-        if counts.num_engines:
+        if "vllm" in slots:
             # The workers of an engine lie on devices that Ray placed; it places no CPU ones.
             executor = "ray" if view.has_gpus else "mp"
             settings = engine_config(
@@ -102,7 +103,7 @@ def ray_cluster(
                 engine.ready()
                 advance()
         stack.enter_context(Watch(_watched(config, groups.values(), engines)))
-        yield Cluster(counts, dtype, groups, engines)
+        yield Cluster(demands, view, dtype, groups, engines)
 
 
 def _watched(
@@ -119,27 +120,27 @@ def _watched(
 
 def engine_config(
     config: PPOConfig, *, dtype: torch.dtype, resume_step: int = 0, executor: str = "mp"
-) -> VLLMEngineConfig:
-    """Return the engine's settings for this run, with the trainer's type of the policy.
+) -> dict[str, Any]:
+    """Return vLLM's settings for this run, with the trainer's type of the policy.
 
     A run that goes on from a step draws other numbers than its beginning drew.
     """
-    return VLLMEngineConfig(
-        model=config.policy_path,
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=config.data.max_len
-        or config.data.prompt_max_len + config.rollout.max_new_tokens,
-        tensor_parallel_size=config.vllm.tensor_parallel_size,
-        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+    vllm, data, num_samples = config.vllm, config.data, config.rollout.n_samples_per_prompt
+    return {
+        "model": config.policy_path,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
         # The samples of a prompt share its prefix through the cache.
-        enable_prefix_caching=config.vllm.enable_prefix_caching
-        or config.rollout.n_samples_per_prompt > 1,
-        enforce_eager=config.vllm.enforce_eager,
-        enable_sleep=config.vllm.enable_sleep and config.engines_share_devices,
-        seed=config.train.seed + SEED_STRIDE * resume_step,
-        trust_remote_code=config.trust_remote_code,
-        distributed_executor_backend=executor,
-    )
+        "enable_prefix_caching": vllm.enable_prefix_caching or num_samples > 1,
+        "enforce_eager": vllm.enforce_eager,
+        "enable_sleep_mode": vllm.enable_sleep and config.engines_share_devices,
+        "seed": config.train.seed + SEED_STRIDE * resume_step,
+        "trust_remote_code": config.trust_remote_code,
+        "distributed_executor_backend": executor,
+    }
 
 
 def policy_dtype(config: PPOConfig, *, has_gpus: bool) -> torch.dtype:

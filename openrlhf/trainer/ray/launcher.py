@@ -1,14 +1,12 @@
 """Ray at the edge: joins or starts a cluster, runs plain classes as actors, unwraps errors."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -17,14 +15,13 @@ from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError, first_line
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
-from openrlhf.trainer.ray.placement import Slot
 from openrlhf.utils import stopping
 from openrlhf.utils.end_after import ending_after_this_process
+from openrlhf.utils.gpus import VISIBLE, check_torch_uses
 from openrlhf.utils.logging import warn
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -32,26 +29,15 @@ UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to u
 CONNECT_TIMEOUT_S = 10.0  # for a cluster that is said to be there
 CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate, update, export
 HEALTH_GROUP = "health"  # calls that are answered while the actor is at work
-FORWARDED_PREFIXES = (
-    "HF_",
-    "WANDB_",
-    "NCCL_",
-    "GLOO_",
-    "UCX_",
-    "FI_",  # libfabric, under NCCL on some clouds
-    "TORCH_",
-    "TORCHINDUCTOR_",
-    "PYTORCH_",
-    "TRITON_",
-    "VLLM_",
-    "OPENRLHF_",
-    "RAY_EXPERIMENTAL_NOSET_",
-)
-FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "LD_LIBRARY_PATH")
-# Processes take turns on the cores: idle threads must sleep soon, but not between two kernels.
-IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
-# Weights are packed into new memory at every sync: in small pages that takes twice as long.
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+class Health(NamedTuple):
+    """The progress of a process."""
+
+    work: str | None  # what goes on step by step; None: nothing of that kind
+    num_done: int  # micro-batches of this work, or steps of an engine since its start
+    total: int | None  # micro-batches of this work
+    pid: int
 
 
 @contextmanager
@@ -120,8 +106,6 @@ def find_cluster(asked: str | None) -> str | None:
 
     Raise ConfigError if the one asked for does not answer: Ray itself would try for minutes.
     """
-    if asked and asked.startswith("ray://"):  # Ray's client has limits of its own
-        return asked
     address = _started_by_user() if asked in UNNAMED else asked
     if address and _answers(address):
         return address
@@ -145,10 +129,7 @@ def _started_by_user() -> str | None:
         owner, address = file.stat().st_uid, file.read_text().strip()
     except OSError:
         return None
-    if owner == os.getuid():
-        return address
-    warn(f"the Ray cluster at {address} is another user's: set RAY_ADDRESS={address} to join it.")
-    return None
+    return address if owner == os.getuid() else None
 
 
 def _answers(address: str) -> bool:
@@ -160,49 +141,29 @@ def _answers(address: str) -> bool:
     return True
 
 
-def worker_environment(num_threads: int) -> dict[str, str]:
-    """Return the caller's credentials and switches for a worker, and threads for the cores."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES
-    }
-    defaults = IDLE_THREADS | HUGE_PAGES
-    environment |= {name: os.environ.get(name, value) for name, value in defaults.items()}
-    environment["OMP_NUM_THREADS"] = str(num_threads)
-    # An actor that leads workers on GPUs asks for none itself, and must see them all the same.
-    environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    return environment
+def node_address() -> str:
+    """Return the address of the machine this process runs on, as Ray knows it."""
+    return str(ray.util.get_node_ip_address())
 
 
-def start_actor(
-    worker_class: type,
-    args: tuple[object, ...],
-    slot: Slot,
-    *,
-    max_concurrency: int = 1,
-) -> Any:
-    """Start a plain class as a Ray actor in its slot; return the handle."""
-    strategy = PlacementGroupSchedulingStrategy(
-        placement_group=slot.group,
-        placement_group_bundle_index=slot.bundle_index,
-        placement_group_capture_child_tasks=True,
-    )
-    environment = worker_environment(slot.num_threads)
-    if slot.bundles:  # vLLM starts a worker on each of them; the actor itself only leads
-        environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, slot.bundles))
-        environment["VLLM_RAY_PER_WORKER_GPUS"] = str(slot.num_gpus)
-    return (
-        ray.remote(concurrency_groups={HEALTH_GROUP: 1})(worker_class)
-        .options(
-            num_cpus=slot.num_cpus,
-            num_gpus=0 if slot.bundles else slot.num_gpus,
-            scheduling_strategy=strategy,
-            max_concurrency=max_concurrency,
-            runtime_env={"env_vars": environment},
-        )
-        .remote(*args)
-    )
+def own_gpu() -> int:
+    """Return the index of this actor's GPU among those that it sees, 0 without one.
+
+    Ray shows an actor its own GPUs only, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set,
+    as it is in the driver of every submitted job. Raise ConfigError if torch cannot use the GPU.
+    """
+    own = [str(name) for name in ray.get_gpu_ids()]
+    check_torch_uses(own, f"Ray gives out GPUs on node {node_address()}")
+    if not own:
+        return 0
+    visible = os.environ.get(VISIBLE)
+    return visible.split(",").index(own[0]) if visible else int(own[0])
+
+
+def start_actor(worker_class: type, args: tuple[object, ...], options: dict[str, Any]) -> Any:
+    """Start a plain class as a Ray actor with these options; return the handle."""
+    actor = ray.remote(concurrency_groups={HEALTH_GROUP: 1})(worker_class)
+    return actor.options(**options).remote(*args)
 
 
 def get(reference: Any, who: str, timeout_s: float) -> Any:
@@ -221,9 +182,6 @@ def get(reference: Any, who: str, timeout_s: float) -> Any:
         raise EngineError(f"{who} did not answer in {timeout_s:.0f} s") from error
     except ray.exceptions.RayActorError as error:
         reason = str(error).strip().splitlines()[-1].strip()
-        kind, _, message = reason.partition(": ")
-        if kind.rpartition(".")[2] == ConfigError.__name__:  # raised while the worker started
-            raise ConfigError(f"{message} [{who}]") from None
         raise EngineError(f"{who} died: {reason}") from error
 
 
@@ -234,7 +192,7 @@ class RayActorGroup(WorkerGroup):
         self,
         worker_class: type,
         config: PPOConfig,
-        slots: Sequence[Slot],
+        slots: Sequence[dict[str, Any]],
         *,
         role: str,
         run_dir: str,

@@ -7,8 +7,6 @@ backward and step are collectives under ZeRO. What goes wrong with files on one 
 all of them, so that none waits for another.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -37,7 +35,7 @@ from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
-from openrlhf.trainer.ray.utils import Health, node_address, own_gpu
+from openrlhf.trainer.ray.launcher import Health, node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
@@ -51,7 +49,6 @@ class ModelWorker:
     engine: TrainEngine | EvalEngine
     is_actor = False  # in a process of its own
     work: str | None = None  # the loop over micro-batches that runs now
-    num_micro_batches = 0  # done since the start
     done_of: tuple[int, int | None] = (0, None)  # micro-batches of this loop: done, and in all
 
     def __init__(
@@ -109,7 +106,7 @@ class ModelWorker:
 
     def health(self) -> Health:
         """Return how far this rank is; may be called while it works."""
-        return Health(self.work, self.num_micro_batches, os.getpid(), self.done_of)
+        return Health(self.work, *self.done_of, os.getpid())
 
     @contextmanager
     def working(self, what: str, total: int | None = None) -> Iterator[Advance]:
@@ -118,7 +115,6 @@ class ModelWorker:
         with counter(what, total) as show:
 
             def advance(num_done: int = 1, total: int | None = None) -> None:
-                self.num_micro_batches += num_done
                 self.done_of = (self.done_of[0] + num_done, total or self.done_of[1])
                 show(*self.done_of)
 
@@ -225,19 +221,18 @@ class TrainedWorker(ModelWorker):
     def _sample_loss(self, step: UpdateStep, indices: list[int], metrics: Metrics) -> Tensor:
         experience = step.experience.select(indices) if indices else step.experience.stand_in()
         experience = experience.to(self.engine.device)
-        if not indices:
-            return self.compute_loss(experience.packed(), experience, step, Metrics()) * 0.0
-        loss = self.compute_loss(experience.packed(), experience, step, metrics)
-        return _checked(loss, f"samples of groups {experience.group_ids.tolist()[:8]}")
+        noted = metrics if indices else Metrics()
+        loss = self.compute_loss(experience.packed(), experience, step, noted)
+        what = f"samples of groups {experience.group_ids.tolist()[:8]}"
+        return _checked(loss, what) if indices else loss * 0.0
 
     def _text_loss(self, step: UpdateStep, indices: list[int], metrics: Metrics) -> Tensor:
         texts = [step.texts[index] for index in indices] or [torch.zeros(2, dtype=torch.int64)]
         is_target = [torch.arange(len(token_ids)) > 0 for token_ids in texts]
         batch = PackedBatch.from_sequences(texts, is_target).to(self.engine.device)
-        if not indices:
-            return self.compute_text_loss(batch, step.num_text_tokens, Metrics()) * 0.0
-        loss = self.compute_text_loss(batch, step.num_text_tokens, metrics)
-        return _checked(loss, "pre-training text")
+        noted = metrics if indices else Metrics()
+        loss = self.compute_text_loss(batch, step.num_text_tokens, noted)
+        return _checked(loss, "pre-training text") if indices else loss * 0.0
 
     def compute_loss(
         self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics

@@ -3,8 +3,6 @@
 Without sleep flags every phase is entered and left for free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -78,7 +76,7 @@ class DevicePhases:
 
     def _wake(self, tag: str) -> None:
         if tag not in self.awake:
-            self._on_all(VLLMEngine.wake_up, (tag,))
+            self._on_all(VLLMEngine.wake_up, tag)
             self.awake.add(tag)
 
     def sleep(self) -> None:

@@ -2,11 +2,11 @@
 cluster has no room.
 """
 
-from __future__ import annotations
-
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -15,6 +15,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
@@ -24,6 +25,26 @@ TRAINED_ROLES = ("actor", "critic")
 # On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
 CPU_SHARE_OF_A_RANK = 0.01
 COLOCATED_SHARE = 0.2  # of a GPU, for each of the models that share it; less for more than five
+FORWARDED_PREFIXES = (
+    "HF_",
+    "WANDB_",
+    "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "FI_",  # libfabric, under NCCL on some clouds
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "PYTORCH_",
+    "TRITON_",
+    "VLLM_",
+    "OPENRLHF_",
+    "RAY_EXPERIMENTAL_NOSET_",
+)
+FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "LD_LIBRARY_PATH")
+# Processes take turns on the cores: idle threads must sleep soon, but not between two kernels.
+IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
+# Weights are packed into new memory at every sync: in small pages that takes twice as long.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @dataclass(frozen=True)
@@ -34,18 +55,6 @@ class RoleDemand:
     num_ranks: int
     pool: str
     bundles_per_rank: int = 1  # tensor-parallel engines take several devices
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The place of one rank of a role, and its share of the bundle."""
-
-    group: PlacementGroup
-    bundle_index: int
-    num_cpus: float
-    num_gpus: float  # on each of its bundles
-    num_threads: int  # of each of its processes
-    bundles: tuple[int, ...] = ()  # of a rank whose own workers sit on several; else empty
 
 
 @dataclass(frozen=True)
@@ -60,16 +69,6 @@ class ClusterView:
     def has_gpus(self) -> bool:
         """Return True if ranks get GPUs."""
         return self.num_gpus > 0
-
-
-@dataclass(frozen=True)
-class RoleCounts:
-    """Ranks of every role and number of vLLM engines."""
-
-    ranks: dict[str, int] = field(default_factory=dict)
-    num_engines: int = 0
-    demands: tuple[RoleDemand, ...] = ()
-    cluster: ClusterView | None = None  # None: this process
 
 
 def view_cluster() -> ClusterView:
@@ -91,8 +90,9 @@ def reward_roles(config: PPOConfig) -> dict[str, str]:
     return {f"reward{k}": path for k, path in enumerate(paths, start=1)}
 
 
-def role_counts(config: PPOConfig, cluster: ClusterView) -> RoleCounts:
-    """Return the ranks of every role: as asked for, else all GPUs of a node, else one CPU rank.
+def role_demands(config: PPOConfig, cluster: ClusterView) -> list[RoleDemand]:
+    """Return the demand of every role, engines last: as many ranks as asked for, else all GPUs of a
+    node, else one CPU rank.
 
     A frozen model that nobody gave a number takes fewer where the others leave fewer.
     """
@@ -119,16 +119,21 @@ def role_counts(config: PPOConfig, cluster: ClusterView) -> RoleCounts:
         for role, section in sections.items()
         if role not in TRAINED_ROLES and section.num_gpus_per_node is None
     ]
-    demands = _demands(config, ranks, num_engines)
-    ranks |= _ranks_that_fit(demands, unset, cluster, ds.ranks_per_share)
-    for role, count in ranks.items():
+    pools = pools_of(config, ranks)
+    demands = [RoleDemand(role, ranks[role], pools[role]) for role in ranks]
+    if num_engines:
+        pool = COLOCATED_POOL if config.engines_share_devices else "vllm"
+        demands.append(RoleDemand("vllm", num_engines, pool, config.vllm.tensor_parallel_size))
+    fitting = _ranks_that_fit(demands, unset, cluster, ds.ranks_per_share)
+    demands = [replace(d, num_ranks=fitting.get(d.role, d.num_ranks)) for d in demands]
+    for role, count in ((d.role, d.num_ranks) for d in demands if d.role != "vllm"):
         if count % ds.ranks_per_share:
             raise ConfigError(
                 f"{role}: {count} rank(s) cannot be divided by --ring_attn_size "
                 f"{ds.ring_attn_size} x --ds_tensor_parallel_size {ds.tensor_parallel_size}. Type "
                 f"--{role.rstrip('0123456789')}_num_gpus_per_node {ds.ranks_per_share}."
             )
-    return RoleCounts(ranks, num_engines, _demands(config, ranks, num_engines), cluster)
+    return demands
 
 
 def _ranks_that_fit(
@@ -157,15 +162,6 @@ def pools_of(config: PPOConfig, roles: Iterable[str]) -> dict[str, str]:
     if train.colocate_all:
         pools = dict.fromkeys(pools, COLOCATED_POOL)
     return pools
-
-
-def _demands(config: PPOConfig, ranks: dict[str, int], num_engines: int) -> tuple[RoleDemand, ...]:
-    pools = pools_of(config, ranks)
-    demands = [RoleDemand(role, ranks[role], pools[role]) for role in ranks]
-    if num_engines:
-        pool = COLOCATED_POOL if config.engines_share_devices else "vllm"
-        demands.append(RoleDemand("vllm", num_engines, pool, config.vllm.tensor_parallel_size))
-    return tuple(demands)
 
 
 def pool_sizes(demands: Sequence[RoleDemand]) -> dict[str, int]:
@@ -204,9 +200,9 @@ def place(
     *,
     num_roles_at_once: int = 1,
     deadline_s: int = 8,
-) -> dict[str, list[Slot]]:
-    """Return the slots of every role, one a rank. The processes of `num_roles_at_once` roles share
-    the cores of their node.
+) -> tuple[dict[str, list[dict[str, Any]]], list[PlacementGroup]]:
+    """Return the options of the actors of every role, one a rank, and the groups they lie in. The
+    processes of `num_roles_at_once` roles share the cores of their node.
 
     Raise ConfigError with the table when the cluster is too small or busy.
     """
@@ -226,24 +222,56 @@ def place(
         )
     cores = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes()}
     nodes = {pool: placement_group_table(g)["bundles_to_node_id"] for pool, g in groups.items()}
-    slots: dict[str, list[Slot]] = {}
+    slots: dict[str, list[dict[str, Any]]] = {}
     for demand in demands:
         width, node_of = demand.bundles_per_rank, nodes[demand.pool]
         bundles = range(demand.num_ranks * width)
         num_on_node = Counter(node_of[bundle] for bundle in bundles)
         num_roles = sum(other.pool == demand.pool for other in demands)
         share = min(COLOCATED_SHARE, 1 / num_roles) if num_roles > 1 else 1.0
-        slots[demand.role] = [
-            Slot(
-                groups[demand.pool],
-                first,
-                num_cpus=bundle["CPU"] * share,
-                num_gpus=bundle.get("GPU", 0.0) * share,
-                num_threads=max(
-                    cores[node_of[first]] // (num_roles_at_once * num_on_node[node_of[first]]), 1
-                ),
-                bundles=tuple(range(first, first + width)) if width > 1 else (),
+        resources = {"num_cpus": bundle["CPU"] * share, "num_gpus": bundle.get("GPU", 0.0) * share}
+        slots[demand.role] = []
+        for first in bundles[::width]:
+            num_at_once = num_roles_at_once * num_on_node[node_of[first]]
+            slots[demand.role].append(
+                actor_options(
+                    groups[demand.pool],
+                    range(first, first + width),
+                    resources,
+                    num_threads=max(cores[node_of[first]] // num_at_once, 1),
+                )
             )
-            for first in bundles[::width]
-        ]
-    return slots
+    return slots, list(groups.values())
+
+
+def actor_options(
+    group: PlacementGroup, bundles: Sequence[int], resources: dict[str, float], *, num_threads: int
+) -> dict[str, Any]:
+    """Return Ray's options of the actor on some bundles of a group."""
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=group,
+        placement_group_bundle_index=bundles[0],
+        placement_group_capture_child_tasks=True,
+    )
+    environment = worker_environment(num_threads)
+    if len(bundles) > 1:  # vLLM starts a worker on each of them; the actor itself only leads
+        environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundles))
+        environment["VLLM_RAY_PER_WORKER_GPUS"] = str(resources["num_gpus"])
+        resources = resources | {"num_gpus": 0}
+    runtime_env = {"env_vars": environment}
+    return {**resources, "scheduling_strategy": strategy, "runtime_env": runtime_env}
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """Return the caller's credentials and switches for a worker, and threads for the cores."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES
+    }
+    defaults = IDLE_THREADS | HUGE_PAGES
+    environment |= {name: os.environ.get(name, value) for name, value in defaults.items()}
+    environment["OMP_NUM_THREADS"] = str(num_threads)
+    # An actor that leads workers on GPUs asks for none itself, and must see them all the same.
+    environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    return environment

@@ -1,7 +1,5 @@
 """The policy on its training ranks: log-probs, updates, weights to the engines, export."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,13 +9,9 @@ from torch import Tensor, nn
 
 from openrlhf.algorithms.kl import kl_per_token, with_reverse_kl_gradient
 from openrlhf.algorithms.language_loss import sft_loss
-from openrlhf.algorithms.off_policy import (
-    Correction,
-    importance_weights,
-    mismatch_report,
-    token_ratio,
-)
-from openrlhf.algorithms.policy_loss import ClipRange
+from openrlhf.algorithms.off_policy import Correction, importance_weights, token_ratio
+from openrlhf.algorithms.policy_loss import OWN_AGGREGATIONS, ClipRange
+from openrlhf.config.ppo import AdvantageConfig
 from openrlhf.distributed.collectives import world_size
 from openrlhf.distributed.export import NamedTensors, check_room
 from openrlhf.distributed.weights import WeightAverage, stored_parameters
@@ -35,6 +29,18 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 
 AVERAGE = "average.pt"  # of the weights, in a checkpoint
+
+
+def correction_of(config: AdvantageConfig) -> Correction | None:
+    """Return how samples of another policy are corrected; None: not at all."""
+    if not config.is_corrected:
+        return None
+    return Correction(
+        *config.correction_level_and_mode,
+        *config.is_correction_threshold,
+        config.is_correction_gating,
+        config.clamps_survivors,
+    )
 
 
 class PolicyModelActor(TrainedWorker):
@@ -58,23 +64,12 @@ class PolicyModelActor(TrainedWorker):
         self.policy_loss = find_policy_loss(config.policy_loss_type)
         low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
         self.clip = ClipRange(low, high, config.dual_clip, config.sapo_tau)
-        self.correction = self._correction()
+        self.correction = correction_of(self.config.algo.advantage)
         if self.config.train.enable_ema:
             is_main = self.strategy.topology.rank == 0
             beta = self.config.train.ema_beta
             self.average = WeightAverage(self.actor.model, beta, is_main=is_main)
         return num_parameters
-
-    def _correction(self) -> Correction | None:
-        config = self.config.algo.advantage
-        if not config.is_corrected:
-            return None
-        return Correction(
-            *config.correction_level_and_mode,
-            *config.is_correction_threshold,
-            config.is_correction_gating,
-            config.clamps_survivors,
-        )
 
     def compute_logprobs(self, experience: Experience) -> Tensor:
         """Log-probs (N,) of the share's sampled tokens under the current weights."""
@@ -106,7 +101,7 @@ class PolicyModelActor(TrainedWorker):
         if old_N is None or step.num_steps == 1:  # on-policy: they are the current ones, exactly
             old_N = stats.logprobs.detach()
         assert experience.advantages is not None
-        terms = self.policy_loss.terms(
+        terms = self.policy_loss(
             stats.logprobs,
             old_N,
             advantages_N=experience.advantages,
@@ -143,15 +138,14 @@ class PolicyModelActor(TrainedWorker):
         from the trainer, under --async_train for each staleness too.
         """
         engine_N, num_tokens = experience.rollout_logprobs, len(old_N)
-        report = mismatch_report(old_N, engine_N)
-        metrics.add("vllm_kl", report.kl, weight=num_tokens)
-        metrics.add("logprobs_diff", report.mean_abs, weight=num_tokens)
-        metrics.add("logprobs_diff_max", report.max_abs, reduction="max")
         columns = {
             "vllm_kl": kl_per_token(engine_N, old_N, estimator="k3"),
             "logprobs_diff": (old_N.float() - engine_N.float()).abs(),
-            "is_ratio": token_ratio(old_N, engine_N),
         }
+        for name, values_N in columns.items():
+            metrics.add(name, values_N.mean().item(), weight=num_tokens)
+        metrics.add("logprobs_diff_max", columns["logprobs_diff"].max().item(), reduction="max")
+        columns["is_ratio"] = token_ratio(old_N, engine_N)
         weights_N: Tensor | float = 1.0
         if self.correction is not None:
             found = importance_weights(self.correction, old_N, engine_N, experience.num_actions)
@@ -191,7 +185,8 @@ class PolicyModelActor(TrainedWorker):
                 yield -coef * self._aggregate(stats.entropy, experience, step)
 
     def _aggregate(self, values_N: Tensor, experience: Experience, step: UpdateStep) -> Tensor:
-        return self.aggregated(values_N, experience, step, self.policy_loss.own_aggregation)
+        own = OWN_AGGREGATIONS.get(self.config.actor.policy_loss_type)
+        return self.aggregated(values_N, experience, step, own)
 
     def _stats(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenStats:
         temperature = self.config.rollout.temperature
@@ -207,8 +202,16 @@ class PolicyModelActor(TrainedWorker):
         """
         start = time.monotonic()
         if self.transport is None:
+            route: tuple[Way, torch.device] = ("handles", torch.device("cpu"))
+            if self.is_actor:  # else the engine is in this process too
+                route = weight_route(
+                    self.config,
+                    self.engine.device,
+                    num_engines=len(engines),
+                    num_ranks=world_size(),
+                )
             self.transport = WeightTransport(
-                *self._weight_route(len(engines)),
+                *route,
                 engines,
                 workers_per_engine=self.config.vllm.tensor_parallel_size,
                 endpoint=self.master_endpoint,
@@ -216,13 +219,6 @@ class PolicyModelActor(TrainedWorker):
         tensors = stored_parameters(self.engine.module)
         self.transport.send(tensors, self.weight_version, keep_running=keep_running)
         return time.monotonic() - start
-
-    def _weight_route(self, num_engines: int) -> tuple[Way, torch.device]:
-        if not self.is_actor:  # the engine is in this process too
-            return "handles", torch.device("cpu")
-        return weight_route(
-            self.config, self.engine.device, num_engines=num_engines, num_ranks=world_size()
-        )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample with the policy itself (no vLLM); every rank of the group must call."""

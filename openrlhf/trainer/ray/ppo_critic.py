@@ -1,7 +1,5 @@
 """The critic on its training ranks: values and updates."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from openrlhf.algorithms.policy_loss import value_loss
@@ -39,12 +37,12 @@ class CriticModelActor(TrainedWorker):
         """Return the clipped value loss ()."""
         values_N = self.engine(batch)
         assert experience.values is not None and experience.returns is not None
-        terms = value_loss(
+        loss_N = value_loss(
             values_N,
             experience.values,
             returns_N=experience.returns,
             clip=self.config.critic.value_clip,
         )
-        loss = self.aggregated(terms.loss_N, experience, step)
+        loss = self.aggregated(loss_N, experience, step)
         metrics.add("critic_loss", loss.item() / step.num_steps, reduction="sum")
         return loss

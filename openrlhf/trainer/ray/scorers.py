@@ -1,7 +1,5 @@
 """Models that only look: the reference policy and the reward model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

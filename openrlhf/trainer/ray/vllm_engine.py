@@ -1,20 +1,23 @@
 """Rollout engines as Ray actors: an event loop around the thread that steps vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
 from openrlhf.engines.base import Completion, GenerationRequest, Result, WeightBucket
-from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine, VLLMEngineConfig
-from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
-from openrlhf.trainer.ray.placement import Slot
-from openrlhf.trainer.ray.utils import Health, node_address, own_gpu
+from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
+from openrlhf.trainer.ray.launcher import (
+    CALL_TIMEOUT_S,
+    Health,
+    get,
+    node_address,
+    own_gpu,
+    start_actor,
+)
 from openrlhf.utils.logging import redirect_framework_logs
 
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
@@ -23,18 +26,20 @@ MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
 class LLMRayActor(VLLMEngine):
     """A vLLM engine in a process of its own."""
 
-    def __init__(self, config: VLLMEngineConfig, name: str, run_dir: str) -> None:
-        redirect_framework_logs(run_dir, name, capture_streams=True)
-        super().__init__(replace(config, device_index=own_gpu()))
+    def __init__(self, settings: Mapping[str, Any], name: str, run_dir: str) -> None:
+        self.settings, self.name, self.run_dir = settings, name, run_dir
 
     def ready(self) -> str:
-        """Answer once the engine is up: the address of its node."""
+        """Start the engine; return the address of its node."""
+        redirect_framework_logs(self.run_dir, self.name, capture_streams=True)
+        index = own_gpu()
+        super().__init__(dict(self.settings, device_ids=[index] if index else None))
         return node_address()
 
     def health(self) -> Health:
         """Return how far the engine is; a step is a forward pass."""
         work = "generating" if self.is_busy else None
-        return Health(work, self.num_steps, os.getpid())
+        return Health(work, self.num_steps, None, os.getpid())
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket, which may lie in Ray's object store."""
@@ -74,34 +79,28 @@ class RayEngine:
             await asyncio.wait([answer])
         except asyncio.CancelledError:
             ray.cancel(reference)
-            answer.add_done_callback(_ignore_error)
             await asyncio.wait([answer], timeout=ABORT_S)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # nobody waits for it, and asyncio would print it
             raise
         if answer.exception() is None:
             return answer.result()
         return get(reference, self.who, 0.0)  # type: ignore[no-any-return]  # raises
 
 
-def _ignore_error(answer: asyncio.Future[list[Completion]]) -> None:
-    """Take the error of a request that nobody waits for, which asyncio would print."""
-    if not answer.cancelled():
-        answer.exception()
-
-
 def create_vllm_engines(
-    config: VLLMEngineConfig, slots: Sequence[Slot], *, run_dir: str
+    settings: Mapping[str, Any], slots: Sequence[dict[str, Any]], *, run_dir: str
 ) -> list[RayEngine]:
     """Start one engine actor a slot; `ready` waits until it is up.
 
-    Engine k draws its random numbers from the seed `config.seed + k`.
+    Engine k draws its random numbers from the seed of the settings plus k.
     """
     return [
         RayEngine(
             start_actor(
                 LLMRayActor,
-                (replace(config, seed=config.seed + index), f"vllm-{index}", run_dir),
-                slot,
-                max_concurrency=MAX_CONCURRENT_CALLS,
+                (dict(settings, seed=settings["seed"] + index), f"vllm-{index}", run_dir),
+                slot | {"max_concurrency": MAX_CONCURRENT_CALLS},
             ),
             f"vllm-{index}",
         )

@@ -5,8 +5,6 @@ Either is reported after a while and killed at its deadline, and the run ends as
 first rank of a role has its progress bar here.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,9 +15,7 @@ from typing import Any
 import ray
 
 from openrlhf.errors import EngineError, OpenRLHFError
-from openrlhf.trainer.ray.launcher import HEALTH_GROUP
-from openrlhf.trainer.ray.model_actor import ModelWorker
-from openrlhf.trainer.ray.utils import Health
+from openrlhf.trainer.ray.launcher import HEALTH_GROUP, Health
 from openrlhf.utils.logging import warn
 from openrlhf.utils.progress import counter
 
@@ -61,7 +57,7 @@ class Watched:
             self.show = self.bar.enter_context(counter(work)) if work else None
             self.drawn = work
         if self.show is not None and self.last is not None:
-            self.show(*self.last.done_of)
+            self.show(self.last.num_done, self.last.total)
 
     def describe(self) -> str:
         """Return who has not got on, for how long, and at what."""
@@ -115,8 +111,8 @@ class Watch:
             try:
                 if watched.asked:
                     watched.hear(ray.get(watched.asked.pop()), seconds)
-                method = getattr(watched.handle, ModelWorker.health.__name__)
-                watched.asked = [method.options(concurrency_group=HEALTH_GROUP).remote()]
+                health = watched.handle.health.options(concurrency_group=HEALTH_GROUP)
+                watched.asked = [health.remote()]
             except ray.exceptions.RayError:  # it is dead: whoever waits for it says so
                 self._watched.remove(watched)
 

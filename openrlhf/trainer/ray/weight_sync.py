@@ -5,8 +5,6 @@ Buckets go through memory that engine and trainer share, by a broadcast, or thro
 store; an engine that cannot show the fingerprints of what was sent fails the sync by name.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
