@@ -199,7 +199,9 @@ def test_an_execute_must_sample_and_answer(answer, kind, message, tmp_path, tiny
 def test_an_executor_whose_init_fails_is_refused_before_anything_runs(tmp_path, tiny_tokenizer):
     code = HEAD + "\nclass AgentExecutor(MultiTurnAgentExecutor):\n    def __init__(self): 1 / 0\n"
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
-        act_one(write_agent(tmp_path, code), None, tiny_tokenizer)
+        act_one(
+            write_agent(tmp_path, code), StreamingEngine(says(tiny_tokenizer, "ok")), tiny_tokenizer
+        )
 
 
 def test_a_full_context_ends_the_episode_and_counts_as_cut(tmp_path, tiny_tokenizer):
