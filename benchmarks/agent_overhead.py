@@ -96,17 +96,15 @@ class Bench:
     def __init__(self, folder: Path, num_episodes: int, num_turns: int) -> None:
         from transformers import AutoTokenizer
 
-        from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+        from openrlhf.engines.vllm_engine import VLLMEngine
         from tests.tiny import make_model
 
         model = make_model(folder / "model")
         self.num_episodes, self.num_turns = num_episodes, num_turns
         self.max_length = 96 + num_turns * (NUM_NEW_TOKENS + 2 * len(FEEDBACK))
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        config = VLLMEngineConfig(
-            str(model), dtype="float32", max_model_len=self.max_length, max_num_seqs=256
-        )
-        self.engine = VLLMEngine(config)
+        settings = {"dtype": "float32", "max_model_len": self.max_length, "max_num_seqs": 256}
+        self.engine = VLLMEngine({"model": str(model), **settings})
         self.environment = self._runner(folder / "environment.py", ENVIRONMENT_AGENT)
         self.client = self._runner(folder / "client.py", CLIENT_AGENT)
 

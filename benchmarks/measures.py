@@ -91,12 +91,17 @@ def _requests(work: w.Workload) -> list:
 
 def generate_vllm(work: w.Workload) -> Measurement:
     """Our engine on vLLM."""
-    from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+    from openrlhf.engines.vllm_engine import VLLMEngine
 
-    config = VLLMEngineConfig(
-        str(work.model), dtype="float32", max_model_len=w.PROMPT_TOKENS + work.max_new_tokens
+    engine = VLLMEngine(
+        {
+            "model": str(work.model),
+            "dtype": "float32",
+            "max_model_len": w.PROMPT_TOKENS + work.max_new_tokens,
+            "max_num_seqs": 256,
+            "enable_prefix_caching": True,
+        }
     )
-    engine = VLLMEngine(config)
     requests = _requests(work)
     took = seconds(lambda: engine.generate(requests))
     return {"seconds": took, "tokens": work.num_completions * work.max_new_tokens}
@@ -219,10 +224,10 @@ def memory_copy(work: w.Workload) -> Measurement:
 
 def weight_sync(work: w.Workload) -> Measurement:
     """Trainer to vLLM engine with buckets, fingerprints and receipt, both in this process."""
-    from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+    from openrlhf.engines.vllm_engine import VLLMEngine
 
     actor = _policy(work, work.model.parent)
-    engine = VLLMEngine(VLLMEngineConfig(str(work.model), dtype="float32", max_model_len=64))
+    engine = VLLMEngine({"model": str(work.model), "dtype": "float32", "max_model_len": 64})
     broadcast = partial(actor.broadcast_to_vllm, [engine])
     return {"seconds": seconds(broadcast, repeats=20, warm_up=5)}
 

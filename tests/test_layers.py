@@ -1,5 +1,6 @@
 """Imports point down, siblings are blind to each other, and heavy libraries stay at home."""
 
+import ast
 import sys
 
 from tests.source import Import, Module, modules
@@ -123,3 +124,27 @@ def test_heavy_libraries_stay_at_home():
 def test_package_files_are_empty_but_for_the_name_that_users_files_import_from_utils():
     full = [m.where for m in MODULES if m.path.name == "__init__.py" and m.text.strip()]
     assert full == ["openrlhf/utils/__init__.py"]
+
+
+def test_what_is_imported_from_the_package_is_there():
+    """Benchmarks and GPU tests run rarely, and would be found broken late."""
+    tops = {module.name: names_at_top(module) for module in MODULES}
+    wrong = [
+        f"{module.where}:{item.line} imports {item.name}"
+        for folder in ("benchmarks", "examples", "tests")
+        for module in modules(folder)
+        for item in own_imports(module)
+        if item.name not in tops
+        and item.name.rpartition(".")[2] not in tops.get(item.name.rpartition(".")[0], ())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def names_at_top(module: Module) -> set[str]:
+    names = {item.name.rpartition(".")[2] for item in module.imports if item.is_at_top}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
