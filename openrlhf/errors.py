@@ -5,7 +5,10 @@ bug of ours. Every error pickles, because most of them cross a process boundary 
 reads them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class OpenRLHFError(Exception):
@@ -36,6 +39,28 @@ class DataError(ConfigError):
     """Rows, columns or files of a dataset are not what the command needs; lists every problem
     found.
     """
+
+
+class Gathered:
+    """Several things that are read one by one, all of whose problems are said together."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def attempt(self, read: Callable[[], T], *, about: str = "") -> T | None:
+        """Return what is read, or None and note its problems; `about` says whose they are."""
+        try:
+            return read()
+        except ConfigError as error:
+            first, *others = error.problems
+            is_said = not others and first in self.problems
+            self.problems += [] if is_said else [about + first, *others]
+        return None
+
+    def raise_if_any(self) -> None:
+        """Raise DataError with everything that was noted."""
+        if self.problems:
+            raise DataError(list(dict.fromkeys(self.problems)))
 
 
 class RewardError(OpenRLHFError):

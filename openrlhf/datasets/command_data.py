@@ -27,13 +27,13 @@ from openrlhf.config.supervised import (
     SupervisedConfig,
 )
 from openrlhf.datasets.loading import load_rows
-from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.process_reward_dataset import ProcessRewardDataset
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.reward_dataset import PreferenceDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat, TokenizedDataset
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
+from openrlhf.errors import Gathered
 from openrlhf.utils.tokenizer import Tokenizer
 
 # What stands before the problems of a data set.

@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
@@ -30,8 +30,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from openrlhf.config.base import DATA_SUFFIXES
 from openrlhf.config.local_paths import looks_local
-from openrlhf.datasets.problems import Gathered, raise_bad_rows, remember_files
-from openrlhf.errors import ConfigError, DataError, first_line
+from openrlhf.errors import ConfigError, DataError, Gathered, first_line
 from openrlhf.utils.hub import looking_up
 from openrlhf.utils.progress import are_drawn
 
@@ -39,6 +38,7 @@ T = TypeVar("T")
 Parts: TypeAlias = list[tuple[str, Dataset]]  # of a data set: file, its rows
 
 MAX_LINE_MIB = 64
+MAX_SHOWN = 20  # bad rows
 _BUILDERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # all others hold JSON
 _DAMAGED = (DatasetsError, pa.ArrowException, ValueError, TypeError)
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark too
@@ -434,3 +434,36 @@ def _csv_options(path: Path, problems: list[str]) -> dict[str, Any]:
         raise DataError(f"{path} has two columns of one name: {', '.join(names)}. Rename one.")
     features = Features({name: Value("string") for name in names})
     return {"features": features, "keep_default_na": False, "na_values": [""]} if names else {}
+
+
+def raise_bad_rows(subject: str, problems: Sequence[str], remedy: str) -> None:
+    """Raise one DataError that lists the first problems and says how many there are, if any."""
+    if not problems:
+        return
+    head = f"{subject}: {len(problems)} bad rows. {remedy}"
+    hidden = len(problems) - MAX_SHOWN
+    tail = [f"... and {hidden} more"] if hidden > 0 else []
+    raise DataError([head, *problems[:MAX_SHOWN], *tail])
+
+
+def remember_files(rows: Dataset, files: Sequence[tuple[str, int]]) -> Dataset:
+    """Note the files that rows were read from, one (file, number of rows) after the other."""
+    rows.info.description = json.dumps({"files": files})
+    return rows
+
+
+@lru_cache(maxsize=8)
+def _files(description: str | None) -> list[tuple[str, int]]:
+    is_ours = (description or "").startswith('{"files": ')
+    return json.loads(description or "")["files"] if is_ours else []
+
+
+def row_place(rows: Dataset, index: int) -> str:
+    """Return `train.jsonl: row 17`, counted from 1 in its file; `row 17` for an unknown file."""
+    drawn = rows._indices  # rows of a blend are picked from the data sets one after the other
+    place = index if drawn is None else drawn.column(0)[index].as_py()
+    for name, count in _files(rows.info.description):
+        if place < count:
+            return f"{name}: row {place + 1}"
+        place -= count
+    return f"row {index + 1}"

@@ -38,7 +38,7 @@ from openrlhf.datasets.chat import (
     to_messages,
     without_answer,
 )
-from openrlhf.datasets.problems import raise_bad_rows, row_place
+from openrlhf.datasets.loading import raise_bad_rows, row_place
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of

@@ -16,7 +16,7 @@ from openrlhf.models.adapters import SCALE_FIELDS
 from openrlhf.utils.packing import PackedBatch, base_model_of
 
 
-def reward_scale(config: PretrainedConfig) -> tuple[float, float]:
+def reward_mean_and_std(config: PretrainedConfig) -> tuple[float, float]:
     """Return mean and standard deviation of a reward model's scores; missing or unusable ones are a
     ConfigError.
     """
@@ -48,7 +48,7 @@ class RewardModel(PackedModel):
         super().__init__(model, with_aux_loss=with_aux_loss)
         config = base_model_of(model).config
         self.head_name = config.value_head_prefix
-        self.scale = reward_scale(config) if normalize_reward else (0.0, 1.0)
+        self.scale = reward_mean_and_std(config) if normalize_reward else (0.0, 1.0)
 
     def scores_at(self, batch: PackedBatch, positions_N: Tensor) -> RewardTerms:
         """Return the scalar of each of these row positions, (N,) fp32."""

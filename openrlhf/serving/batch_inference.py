@@ -30,7 +30,6 @@ from openrlhf.config.serving import (
 )
 from openrlhf.datasets.chat import RENDERED, to_messages, wish_template, wrap_input
 from openrlhf.datasets.command_data import inference_data
-from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.distributed import collectives
@@ -39,7 +38,7 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.vllm_engine import VLLMEngine, check_vllm_is_installed
-from openrlhf.errors import ConfigError, RewardError
+from openrlhf.errors import ConfigError, Gathered, RewardError
 from openrlhf.models.loading import (
     check_value_model,
     load_causal_lm,

@@ -39,7 +39,7 @@ from openrlhf.models.loading import (
     load_sequence_model,
 )
 from openrlhf.models.support import check_here, num_positions
-from openrlhf.models.value_head import RewardModel, reward_scale
+from openrlhf.models.value_head import RewardModel, reward_mean_and_std
 from openrlhf.utils.logging import format_count, notice
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tensors import dtype_name, fingerprint
@@ -113,7 +113,7 @@ class ServedModel:
         facts = load_config(path, trust_remote_code=trust)
         check_value_model(facts, path)
         if config.reward.normalize_enable:
-            reward_scale(facts)
+            reward_mean_and_std(facts)
         self.max_len = min(config.data.max_len, num_positions(facts) or config.data.max_len)
         self.tokenizer = load_tokenizer(path, trust_remote_code=trust)
         self._encoder = TextEncoder(self.tokenizer)

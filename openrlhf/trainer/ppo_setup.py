@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.config.base import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.command_data import EVALUATION, PRETRAIN, TRAINING, ppo_data
-from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import news
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.loading import is_value_model, load_config
 from openrlhf.models.support import num_positions, refuse_unsupported
-from openrlhf.models.value_head import reward_scale
+from openrlhf.models.value_head import reward_mean_and_std
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rewards.workers import FunctionPool
@@ -263,7 +262,7 @@ def _check_head(config: PPOConfig, path: str, facts: "PretrainedConfig") -> None
             "makes."
         )
     if config.reward.normalize_enable:
-        reward_scale(facts)
+        reward_mean_and_std(facts)
 
 
 def _check_positions(config: PPOConfig, name: str, facts: "PretrainedConfig") -> None:

@@ -76,7 +76,7 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         return loss_sum / denominators["num_pairs"], metrics
 
     @torch.no_grad()
-    def reward_scale(self, samples: SampleSet[PreferencePair]) -> tuple[float, float]:
+    def reward_mean_and_std(self, samples: SampleSet[PreferencePair]) -> tuple[float, float]:
         """Return mean and standard deviation of the scores of both sides of all pairs, over all
         ranks.
         """
@@ -96,7 +96,7 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         """Write the model with its scale in its config; read back and compared before it counts."""
         samples = self.inputs.eval_samples or self.inputs.samples
         if self.scaled_step != self.global_step:  # a checkpoint's export may be the last
-            self.scale = self.reward_scale(samples)
+            self.scale = self.reward_mean_and_std(samples)
             self.scaled_step = self.global_step
         mean, std = self.scale
         base_model_of(self.model.model).config.update({"mean": mean, "std": std})

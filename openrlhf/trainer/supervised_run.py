@@ -15,7 +15,6 @@ import torch
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.command_data import supervised_data
-from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.tokenized import news
 from openrlhf.distributed.checkpoints import (
     DataFacts,
@@ -36,6 +35,7 @@ from openrlhf.distributed.folders import holding_folders, read_json, write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.weights import hf_model_of
+from openrlhf.errors import Gathered
 from openrlhf.models.loading import load_config, say_padded
 from openrlhf.models.support import check_here, num_positions, refuse_unsupported
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, num_updates

@@ -14,7 +14,7 @@ from openrlhf.config.supervised import (
     PRMConfig,
     SFTConfig,
 )
-from openrlhf.datasets.problems import Gathered
+from openrlhf.errors import Gathered
 from openrlhf.serving.batch_inference import BatchTask
 from openrlhf.trainer import ppo_setup, supervised_run
 from openrlhf.trainer.dpo_trainer import DPOTrainer

@@ -7,8 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from openrlhf.datasets.loading import load_rows
-from openrlhf.datasets.problems import row_place
+from openrlhf.datasets.loading import load_rows, row_place
 from openrlhf.errors import ConfigError, DataError
 from tests.tiny import write_jsonl
 

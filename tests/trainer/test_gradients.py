@@ -153,7 +153,7 @@ def run_case(folder: Path, case: str, world_size: int) -> dict:
         trainer.micro_batch_size = 1
         found["odd batch"] = trainer.prepare(rows[:3], trainer.samples)
     if isinstance(trainer, RMTrainer):
-        found["scale"] = trainer.reward_scale(trainer.samples)
+        found["scale"] = trainer.reward_mean_and_std(trainer.samples)
     return found
 
 

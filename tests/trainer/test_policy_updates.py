@@ -15,9 +15,8 @@ from transformers import AutoTokenizer
 from openrlhf.algorithms.off_policy import Correction
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
-from openrlhf.errors import ConfigError, DataError
+from openrlhf.errors import ConfigError, DataError, Gathered
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardModel

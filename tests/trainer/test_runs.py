@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from openrlhf.cli import train_dpo, train_kto, train_prm, train_rm, train_sft
-from openrlhf.models.value_head import reward_scale
+from openrlhf.models.value_head import reward_mean_and_std
 from openrlhf.utils.tracking import read_metrics
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
@@ -159,7 +159,7 @@ def test_a_reward_model_ranks_pairs_and_scores_as_logged(folder: Path) -> None:
         )
     for scores, name in ((chosen, "eval/chosen_reward"), (rejected, "eval/reject_reward")):
         assert scores.mean().item() == pytest.approx(values_of(folder, "rm", name)[-1], abs=1e-4)
-    (mean, std), scores = reward_scale(model.config), torch.cat([chosen, rejected])
+    (mean, std), scores = reward_mean_and_std(model.config), torch.cat([chosen, rejected])
     assert mean == pytest.approx(scores.mean().item(), abs=1e-4)
     assert std == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
 
