@@ -108,12 +108,9 @@ def wrap_input(value: Any, template: str) -> Any:
     if isinstance(value, str):
         return template.replace("{input}", value)
     messages = [dict(message) for message in value]
-    for message in reversed(messages):
-        if (message.get("role") or message.get("from")) in ("user", "human"):
-            key = "content" if message.get("content") is not None else "value"
-            if isinstance(message.get(key), str):
-                message[key] = template.replace("{input}", message[key])
-            break
+    last = next((each for each in reversed(messages) if each["role"] == "user"), None)
+    if last is not None and isinstance(last["content"], str):
+        last["content"] = template.replace("{input}", last["content"])
     return messages
 
 
@@ -180,9 +177,9 @@ def is_blank(message: Message) -> bool:
 
 def fill_template(input_template: str | None, text: str) -> str:
     """Return the text inside a format string with one {}; a template without {} is not used."""
-    return (
-        input_template.format(text) if input_template and has_placeholder(input_template) else text
-    )
+    if input_template is None or not has_placeholder(input_template):
+        return text
+    return input_template.format(text)
 
 
 def has_placeholder(input_template: str | None) -> bool:

@@ -41,6 +41,7 @@ MAX_LINE_MIB = 64
 MAX_SHOWN = 20  # bad rows
 _BUILDERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # all others hold JSON
 _DAMAGED = (DatasetsError, pa.ArrowException, ValueError, TypeError)
+_USUAL_TYPES = {"LargeList": "List", "large_string": "string", "string_view": "string"}
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark too
 
 
@@ -184,17 +185,11 @@ def _with_plain_text(rows: Dataset) -> Dataset:
     """Return rows with text and lists as they are elsewhere: pandas and polars write them as types
     of their own, which do not go together with the usual ones.
     """
-    features = Features({name: _plain(kind) for name, kind in rows.features.items()})
+    told = json.dumps(rows.features.to_dict())
+    for kind, usual in _USUAL_TYPES.items():
+        told = told.replace(f'"{kind}"', f'"{usual}"')
+    features = Features.from_dict(json.loads(told))
     return rows if features == rows.features else rows.cast(features)
-
-
-def _plain(kind: Any) -> Any:
-    if isinstance(kind, dict):
-        return {name: _plain(part) for name, part in kind.items()}
-    if isinstance(kind, (datasets.List, datasets.LargeList)):
-        return datasets.List(_plain(kind.feature), length=getattr(kind, "length", -1))
-    is_text = isinstance(kind, Value) and kind.dtype in ("large_string", "string_view")
-    return Value("string") if is_text else kind
 
 
 def _check_hash(name: str, path: Path, expected: str) -> None:
@@ -203,11 +198,9 @@ def _check_hash(name: str, path: Path, expected: str) -> None:
             f"--expect_sha256 is of a file, and data set {name} is none. Leave it out, or name the "
             "file."
         )
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-    if (found := digest.hexdigest()) != expected:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
         raise DataError(
             f"{path} has the SHA-256 {found}, not {expected}. Fetch the file again, or "
             "correct --expect_sha256."

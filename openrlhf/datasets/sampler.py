@@ -5,12 +5,15 @@ The cursor is the only state of a run's way through its data; it is two numbers 
 checkpoints as JSON.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 _EPOCH_STRIDE = 1_000_003  # a prime, so that (seed, epoch) pairs of one run never share a generator
 
 
+@lru_cache(maxsize=2)
 def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:
     """Return the row indices of one epoch, (num_rows,) int64, each exactly once."""
     generator = torch.Generator().manual_seed(seed + _EPOCH_STRIDE * epoch)
@@ -24,11 +27,10 @@ class PromptCursor:
         self.num_rows, self.seed, self.num_episodes = num_rows, seed, num_episodes
         self.episode = 0
         self.position = 0  # rows of this episode already drawn
-        self._order = self.order(0)
 
-    def order(self, episode: int) -> list[int]:
+    def order(self, episode: int) -> Tensor:
         """Return the row indices of an episode as they are drawn."""
-        return epoch_order(self.num_rows, self.seed, episode).tolist()
+        return epoch_order(self.num_rows, self.seed, episode)
 
     @property
     def is_exhausted(self) -> bool:
@@ -42,9 +44,11 @@ class PromptCursor:
         assert num_rows > 0, f"a draw of {num_rows} rows never ends"
         if self.is_exhausted:
             return []
-        drawn = self._order[self.position : self.position + num_rows]
-        self._move_to(self.episode, self.position + len(drawn))
-        return drawn
+        drawn = self.order(self.episode)[self.position : self.position + num_rows]
+        self.position += len(drawn)
+        if self.position >= self.num_rows:
+            self.episode, self.position = self.episode + 1, 0
+        return drawn.tolist()
 
     def state_dict(self) -> dict[str, int]:
         """Return what a checkpoint keeps, as plain numbers."""
@@ -52,11 +56,4 @@ class PromptCursor:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where a checkpoint stood, with the rows and the seed of then."""
-        self._move_to(state["episode"], state["position"])
-
-    def _move_to(self, episode: int, position: int) -> None:
-        if position >= self.num_rows:
-            episode, position = episode + 1, 0
-        if episode != self.episode:
-            self._order = self.order(episode)
-        self.episode, self.position = episode, position
+        self.episode, self.position = state["episode"], state["position"]

@@ -160,16 +160,18 @@ class TokenizedDataset(ABC):
         ids, lengths = self._fact("largest_id"), self._fact("longest")
         if num_embeddings is not None and int(ids.max()) >= num_embeddings:
             first = int((ids >= num_embeddings).int().argmax())
+            place = row_place(self._rows, self.row_ids[first])
             problems.append(
-                f"{self._place(first)} has token id {int(ids[first])}, and the model {model} "
+                f"{place} has token id {int(ids[first])}, and the model {model} "
                 f"has {num_embeddings} embeddings. Use a model whose folder holds its own "
                 "tokenizer, or give it embeddings for the tokens that were added."
             )
         if num_positions is not None and int(lengths.max()) > num_positions:
             longest = int(lengths.argmax())
+            place = row_place(self._rows, self.row_ids[longest])
             problems.append(
                 f"{int((lengths > num_positions).sum())} of {len(self._rows)} rows are longer than "
-                f"the {num_positions} positions of the model {model}: {self._place(longest)} has "
+                f"the {num_positions} positions of the model {model}: {place} has "
                 f"{int(lengths[longest])} tokens. Type --max_len {num_positions}, or set "
                 "max_position_embeddings in its config.json if it can read more."
             )
@@ -327,9 +329,6 @@ class TokenizedDataset(ABC):
     def _fact(self, name: str) -> Tensor:
         values = self._facts[name]
         return torch.tensor([values[row] for row in self.row_ids], dtype=torch.int64)
-
-    def _place(self, index: int) -> str:
-        return row_place(self._rows, self.row_ids[index])
 
     def _tokenised(self) -> Dataset:
         """Return what becomes of every row; of the processes of a machine one makes it where it is

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from datasets import Dataset
-from torch import Tensor
 
 from openrlhf.datasets.chat import RowError
 from openrlhf.datasets.sft_dataset import Columns, SFTDataset, SFTExample
@@ -26,16 +25,6 @@ class UnpairedExample(SFTExample):
     def prompt_length(self) -> int:
         """Return the number of tokens before the response."""
         return int(self.loss_mask.int().argmax())
-
-    @property
-    def prompt_ids(self) -> Tensor:
-        """Return the prompt, (prompt_length,) int64."""
-        return self.token_ids[: self.prompt_length]
-
-    @property
-    def response_ids(self) -> Tensor:
-        """Return the response and its end, (T - prompt_length,) int64."""
-        return self.token_ids[self.prompt_length :]
 
 
 class UnpairedPreferenceDataset(SFTDataset):

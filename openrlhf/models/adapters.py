@@ -11,25 +11,21 @@ import pickle
 import re
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from openrlhf.config.common import LoraConfig
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import REWARD_TASK
 
-if TYPE_CHECKING:
-    import peft
-    from transformers import PreTrainedModel
-
 ALL_LINEAR = "all-linear"
-NUM_KEYS_SHOWN = 3
 SCALE_FIELDS = ("mean", "std")  # of a reward model's scores
 
 
-def add_lora(model: "PreTrainedModel", lora: LoraConfig) -> nn.Module:
+def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     """Freeze the model and put an adapter on it: W + alpha / rank * B A (arXiv 2106.09685).
 
     A value head stays trained and is saved with the adapter. With rank 0 the model is answered as
@@ -54,13 +50,12 @@ def add_lora(model: "PreTrainedModel", lora: LoraConfig) -> nn.Module:
         modules_to_save=[head] if head else None,
     )
     try:
-        adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(
             f"--target_modules {' '.join(names)}: {first_line(error)} Name linear layers of "
             f"{type(model).__name__}, or type {ALL_LINEAR}."
         ) from error
-    return adapted
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -68,7 +63,7 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def load_adapter(model: "PreTrainedModel", path: str | os.PathLike[str]) -> "peft.PeftModel":
+def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> Any:
     """A model with the adapter saved at `path` on it.
 
     Raises ConfigError when the folder holds no adapter, one that does not fit the model, or one
@@ -88,7 +83,12 @@ def load_adapter(model: "PreTrainedModel", path: str | os.PathLike[str]) -> "pef
             # What PEFT warns of, and the heads it says nothing about, are errors below.
             warnings.filterwarnings("ignore", message="Found missing adapter keys")
             adapted = peft.PeftModel.from_pretrained(model, folder, config=config)
-        check_adapter_keys(adapted, folder)
+        expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        found = set(peft.load_peft_weights(str(folder), device="cpu"))
+        own = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
+        for kind, keys in (("missing", expected - found), ("unexpected", found - expected - own)):
+            if keys:
+                raise ValueError(f"{len(keys)} are {kind} ({', '.join(sorted(keys)[:3])}).")
     except pickle.UnpicklingError as error:
         raise ConfigError(would_run_code(f"The adapter at {path}", error)) from error
     except (KeyError, TypeError, RuntimeError, ValueError, OSError) as error:
@@ -99,7 +99,7 @@ def load_adapter(model: "PreTrainedModel", path: str | os.PathLike[str]) -> "pef
     return adapted
 
 
-def merge_adapter_into(model: "PreTrainedModel", path: str | os.PathLike[str]) -> "PreTrainedModel":
+def merge_adapter_into(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedModel:
     """Return the model with the weights of the adapter at `path` added; it is named after the
     adapter, so that what is trained on it names it as its base.
     """
@@ -109,19 +109,6 @@ def merge_adapter_into(model: "PreTrainedModel", path: str | os.PathLike[str]) -
     merged.requires_grad_(requires_grad=True)
     merged.name_or_path = merged.config._name_or_path = str(path)
     return merged
-
-
-def check_adapter_keys(adapted: "peft.PeftModel", folder: Path) -> None:
-    """Raise ValueError unless the folder holds every weight of the adapter, and no others."""
-    import peft  # noqa: PLC0415 - see above
-
-    expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    found = set(peft.load_peft_weights(str(folder), device="cpu"))
-    own = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
-    for kind, keys in (("missing", expected - found), ("unexpected", found - expected - own)):
-        if keys:
-            some = ", ".join(sorted(keys)[:NUM_KEYS_SHOWN])
-            raise ValueError(f"{len(keys)} are {kind} ({some}).")
 
 
 def would_run_code(file: str, error: pickle.UnpicklingError) -> str:

@@ -26,11 +26,11 @@ from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.actor import Actor, token_stats
 from openrlhf.models.adapters import SCALE_FIELDS, merge_adapter_into, would_run_code
 from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.models.support import OWN_ATTENTION, causal_class, padding_note
+from openrlhf.models.support import OWN_ATTENTION, padding_note
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.hub import looking_up
 from openrlhf.utils.logging import say_notices
-from openrlhf.utils.packing import PackedBatch, why_padded
+from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
 
 HEAD = "score"  # the module transformers gives the scalar head
@@ -101,15 +101,14 @@ def resolve_dtype(
     return dtype if dtype is not None else torch.float32
 
 
-def _options(config: PretrainedConfig, command: CommandConfig) -> dict[str, Any]:
+def _options(path: str, config: PretrainedConfig, command: CommandConfig) -> dict[str, Any]:
     """Return how transformers is to load a model for packed rows, or for padded ones."""
-    ds, family = command.ds, causal_class(config)
+    ds = command.ds
     dtype = resolve_dtype(ds.param_dtype, config)
     attention: str | None = ds.attention
     if attention in OWN_ATTENTION:
-        is_padded = family is not None and why_padded(family, config) is not None
         eager = "eager" if attention == "eager" else None  # None: what transformers takes
-        attention = eager if is_padded else PACKED_ATTENTION
+        attention = PACKED_ATTENTION if padding_note(config, path) is None else eager
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if ds.experts_implementation is not None:
         options["experts_implementation"] = ds.experts_implementation
@@ -137,7 +136,7 @@ def read_model(
     """
     from safetensors import SafetensorError  # noqa: PLC0415 - transformers reads files through it
 
-    more |= _options(config, command)
+    more |= _options(path, config, command)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # keys are checked instead of printed
     try:

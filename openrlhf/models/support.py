@@ -2,8 +2,8 @@
 weights are read; each gap is reported in one line.
 """
 
-import importlib.util
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 
 import torch
 import transformers
@@ -30,11 +30,6 @@ SPLIT_STYLES = frozenset(
 )
 
 
-def is_installed(package: str) -> bool:
-    """Return True if a package could be imported."""
-    return importlib.util.find_spec(package) is not None
-
-
 def check_here(ds: DeepSpeedConfig, *, trains: bool = True, is_cuda: bool | None = None) -> None:
     """Raise ConfigError that lists what these settings need and this machine does not have."""
     if is_cuda is None:
@@ -53,7 +48,7 @@ def check_here(ds: DeepSpeedConfig, *, trains: bool = True, is_cuda: bool | None
         ("--deepcompile", trains and ds.deepcompile, "torch", True),
     ]
     for flag, is_used, package, needs_gpu in needs:
-        lacks = [] if is_installed(package) else [f"the package {package} is not installed"]
+        lacks = [] if find_spec(package) else [f"the package {package} is not installed"]
         lacks += ["torch sees no CUDA device"] if needs_gpu and not is_cuda else []
         if is_used and lacks:
             problems.append(f"{flag}: {' and '.join(lacks)}. Mend that, or leave {flag} out.")
@@ -97,8 +92,7 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 def padding_note(config: PretrainedConfig, path: str) -> str | None:
     """Return what to say of the model at `path` if its rows are padded."""
     model_class = causal_class(config)
-    reason = None if model_class is None else why_padded(model_class, config)
-    if model_class is None or reason is None:
+    if model_class is None or (reason := why_padded(model_class, config)) is None:
         return None
     return (
         f"{path}: {model_class.__name__} has {reason}: the sequences of a micro-batch are padded "

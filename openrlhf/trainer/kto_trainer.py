@@ -147,8 +147,8 @@ def mismatched_pairs(
     answers = [samples[row] for row in rows]
     pairs = []
     for prompt, other in zip(answers, [*answers[1:], answers[0]], strict=True):
-        own_mask = prompt.loss_mask[: prompt.prompt_length]  # no target in it
-        token_ids = torch.cat([prompt.prompt_ids, other.response_ids])[:max_len]
-        mask = torch.cat([own_mask, other.loss_mask[other.prompt_length :]])[:max_len]
-        pairs.append(UnpairedExample(token_ids, mask, other.is_desirable))
+        asked, answered = slice(prompt.prompt_length), slice(other.prompt_length, None)
+        token_ids = torch.cat([prompt.token_ids[asked], other.token_ids[answered]])
+        mask = torch.cat([prompt.loss_mask[asked], other.loss_mask[answered]])
+        pairs.append(UnpairedExample(token_ids[:max_len], mask[:max_len], other.is_desirable))
     return pairs

@@ -21,8 +21,8 @@ def test_a_row_has_a_prompt_a_response_and_a_label(tokenizer, labels):
     dataset = answers(tokenizer, rows, output_key="output", input_template="Q: {} A: ")
     example = dataset[0]
     assert example.prompt_length == 8
-    assert tokenizer.decode(example.prompt_ids) == "Q: q A: "
-    assert tokenizer.decode(example.response_ids) == "ab<|end|>"
+    assert tokenizer.decode(example.token_ids[:8]) == "Q: q A: "
+    assert tokenizer.decode(example.token_ids[example.prompt_length :]) == "ab<|end|>"
     assert example.loss_mask.tolist() == [False] * 8 + [True] * 3
     assert [dataset[i].is_desirable for i in (0, 1)] == [True, False]
 
@@ -30,7 +30,7 @@ def test_a_row_has_a_prompt_a_response_and_a_label(tokenizer, labels):
 def test_a_whole_dialogue_is_judged_by_its_last_message(tokenizer):
     row = {"input": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     example = answers(tokenizer, [row | {"label": 0}], apply_chat_template=True)[0]
-    assert tokenizer.decode(example.response_ids) == "a<|end|>"
+    assert tokenizer.decode(example.token_ids[example.prompt_length :]) == "a<|end|>"
 
 
 @pytest.mark.parametrize("label", [2, 0.5, float("nan"), None, "yes"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +22,8 @@ from tests.trainer.test_experience import rollout
 
 
 class InFileOrder(PromptCursor):
-    def order(self, episode: int) -> list[int]:
-        return list(range(self.num_rows))
+    def order(self, episode: int) -> torch.Tensor:
+        return torch.arange(self.num_rows)
 
 
 def group(scores, *, row=0, index=0):
