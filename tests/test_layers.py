@@ -41,7 +41,6 @@ HOMES = {
     "openrlhf.engines.weight_receiver": {"torch", "vllm"},
     "openrlhf.engines.own_generate": {"torch", "transformers"},
     "openrlhf.distributed": {"torch", "deepspeed", "numpy"},
-    "openrlhf.distributed.optimizer": {"torch", "transformers"},
     "openrlhf.distributed.weights": {"torch", "transformers"},
     "openrlhf.distributed.export": {"torch", "deepspeed", "safetensors", "transformers"},
     "openrlhf.rollout": {"torch"},

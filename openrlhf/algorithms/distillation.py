@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from openrlhf.algorithms.tokens import compute_dtype
+
 CHUNK_TOKENS = 1024
 
 
@@ -69,7 +71,7 @@ class Head:
     def logits(self, rows: slice) -> Tensor:
         """Return z of some of the tokens, (C, V), in fp32 but for the matrix product."""
         raw_CV = self.hidden_NH[rows] @ self.weight_VH.t()
-        z_CV = raw_CV.to(_compute_dtype(raw_CV))
+        z_CV = raw_CV.to(compute_dtype(raw_CV))
         if self.bias_V is not None:
             z_CV = z_CV.add_(self.bias_V)
         if self.softcap is None:
@@ -118,7 +120,7 @@ def chunked_distillation(
         for x in inputs
     ]
     with torch.no_grad():
-        logprobs_N = student.hidden_NH.new_empty(num_tokens, dtype=_compute_dtype(inputs[0]))
+        logprobs_N = student.hidden_NH.new_empty(num_tokens, dtype=compute_dtype(inputs[0]))
         divergence_N = torch.empty_like(logprobs_N)
         for start in range(0, num_tokens, method.chunk_tokens):
             rows = slice(start, start + method.chunk_tokens)
@@ -186,7 +188,3 @@ def _add_gradients(grads: list[Tensor | None], grad_CV: Tensor, student: Head, r
         torch.mm(grad_CV, student.weight_VH, out=grad_hidden_NH[rows])
     if grad_weight_VH is not None:
         grad_weight_VH.addmm_(grad_CV.t(), student.hidden_NH[rows])
-
-
-def _compute_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -7,12 +7,15 @@ missing engine log-prob must have been refused before.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from openrlhf.algorithms.tokens import repeat_per_action, segment_mean, segment_sum
+from openrlhf.algorithms.tokens import (
+    exp_of_log_ratio,
+    repeat_per_action,
+    segment_mean,
+    segment_sum,
+)
 
-MAX_ABS_LOG_RATIO = 20.0
 MIN_PROBABILITY = 1e-6
 
 
@@ -63,8 +66,10 @@ def importance_weights(
     """
     trainer_N = trainer_logprobs_N.detach().float()
     engine_N = engine_logprobs_N.detach().float()
-    ratio_N = _exp(_at_level(trainer_N - engine_N, num_actions_B, correction.level))
-    weights_N = _exp(trainer_N - engine_N) if correction.level in ("token", "seq") else ratio_N
+    log_ratio_N = trainer_N - engine_N
+    ratio_N = exp_of_log_ratio(_at_level(log_ratio_N, num_actions_B, correction.level))
+    weighs_tokens = correction.level in ("token", "seq")
+    weights_N = exp_of_log_ratio(log_ratio_N) if weighs_tokens else ratio_N
     gate_N = ratio_N
     if correction.gating != "ratio":
         divergence_N = token_divergence(engine_N, trainer_N, correction.gating)
@@ -97,7 +102,7 @@ def token_divergence(engine_logprobs_N: Tensor, trainer_logprobs_N: Tensor, kind
 
 def token_ratio(trainer_logprobs_N: Tensor, engine_logprobs_N: Tensor) -> Tensor:
     """Return how many times as likely each token is for the trainer as for the engine, (N,)."""
-    return _exp((trainer_logprobs_N.float() - engine_logprobs_N.float()).detach())
+    return exp_of_log_ratio((trainer_logprobs_N.float() - engine_logprobs_N.float()).detach())
 
 
 def _at_level(values_N: Tensor, num_actions_B: Tensor, level: str) -> Tensor:
@@ -105,7 +110,3 @@ def _at_level(values_N: Tensor, num_actions_B: Tensor, level: str) -> Tensor:
         return values_N
     reduce = segment_sum if level == "sequence" else segment_mean
     return repeat_per_action(reduce(values_N, num_actions_B), num_actions_B)
-
-
-def _exp(log_ratio_N: Tensor) -> Tensor:
-    return torch.exp(log_ratio_N.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO))

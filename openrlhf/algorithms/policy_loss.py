@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.tokens import repeat_per_action, segment_mean
-
-MAX_ABS_LOG_RATIO = 20.0
+from openrlhf.algorithms.tokens import exp_of_log_ratio, repeat_per_action, segment_mean
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def cispo_loss(
     """
     log_ratio_N = _log_ratio(logprobs_N, old_logprobs_N, num_actions_B).detach()
     assert advantages_N.shape == log_ratio_N.shape, "one advantage per token is needed"
-    ratio_N = _exp(log_ratio_N)
+    ratio_N = exp_of_log_ratio(log_ratio_N)
     weights_N = ratio_N.clamp(max=1 + clip.high)
     loss_N = -weights_N * advantages_N * logprobs_N.float()
     return PolicyLossTerms(loss_N, ratio_N, weights_N < ratio_N, log_ratio_N)
@@ -109,17 +107,13 @@ def sapo_loss(
     """
     log_ratio_N = _log_ratio(logprobs_N, old_logprobs_N, num_actions_B)
     assert advantages_N.shape == log_ratio_N.shape, "one advantage per token is needed"
-    ratio_N = _exp(log_ratio_N)
+    ratio_N = exp_of_log_ratio(log_ratio_N)
     above, below = clip.gates
     tau_N = torch.where(advantages_N > 0, above, below)
     gate_N = torch.sigmoid(tau_N * (ratio_N - 1))
     weight_N = (4 * gate_N * (1 - gate_N)).detach()  # of the gradient, 1 at ratio 1
     loss_N = -gate_N * (4 / tau_N) * advantages_N
     return PolicyLossTerms(loss_N, ratio_N.detach(), weight_N < 0.5, log_ratio_N.detach())
-
-
-def _exp(log_ratio_N: Tensor) -> Tensor:
-    return log_ratio_N.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO).exp()
 
 
 def _log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, num_actions_B: Tensor) -> Tensor:
@@ -135,7 +129,7 @@ def _clipped_surrogate(
     (1912.09729).
     """
     assert advantages_N.shape == log_ratio_N.shape, "one advantage per token is needed"
-    ratio_N = _exp(log_ratio_N)
+    ratio_N = exp_of_log_ratio(log_ratio_N)
     free_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(1 - clip.low, 1 + clip.high) * advantages_N
     surrogate_N = torch.minimum(free_N, clipped_N)
@@ -167,7 +161,6 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLossTerms]] = {
     "sapo": sapo_loss,
 }
 OWN_AGGREGATIONS = {"gspo": "seq_mean"}  # of losses that are defined for one only
-AGGREGATIONS = ("token_mean", "seq_mean", "seq_sum_norm")
 
 
 def aggregate(
@@ -190,5 +183,5 @@ def aggregate(
         return loss_N.sum() / num_tokens_global
     if mode == "seq_mean":
         return segment_mean(loss_N, num_actions_B).sum() / num_seqs_global
-    assert mode == "seq_sum_norm", f"aggregation {mode!r} is none of {AGGREGATIONS}"
+    assert mode == "seq_sum_norm", mode
     return loss_N.sum() / (num_seqs_global * max_new_tokens)

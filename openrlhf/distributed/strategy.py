@@ -22,10 +22,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import collectives
-from openrlhf.distributed.optimizer import make_optimizer, make_schedule
 from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
-from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
+from openrlhf.distributed.train_engine import (
+    EvalEngine,
+    TrainEngine,
+    make_optimizer,
+    make_schedule,
+)
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import ConfigError
 from openrlhf.utils.context_parallel import ContextGroup
@@ -114,10 +118,6 @@ class DeepSpeedStrategy:
                 stride = self.ds.ring_attn_head_stride
                 self.context = ContextGroup(mesh.get_group("cp"), self.ds.cp_mode, stride)
 
-    def shut_down(self) -> None:
-        """Leave the process group; nothing of this strategy can be used afterwards."""
-        collectives.shut_down()
-
     @property
     def is_main(self) -> bool:
         """True on the rank that prints and writes."""
@@ -198,10 +198,6 @@ class DeepSpeedStrategy:
         """Return sums over the data-parallel ranks."""
         parts = collectives.all_gather_object(values, group=self.dp_group)
         return {name: float(sum(part[name] for part in parts)) for name in values}
-
-    def all_reduce_max(self, values: dict[str, float]) -> dict[str, float]:
-        """Return maxima over the data-parallel ranks."""
-        return collectives.all_reduce_max(values, group=self.dp_group)
 
 
 def split(

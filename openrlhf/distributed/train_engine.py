@@ -5,26 +5,38 @@ callers divide by global denominators, DeepSpeed's own averaging is undone here.
 
 States are written in parts, by the names of parameters, so that an engine of another ZeRO stage or
 number of ranks can read them. Files hold tensors and plain containers, and run no code.
+
+Muon is for the matrices of layers, AdamW for all else. Its step on a matrix is the orthogonalised
+momentum, whatever the size of the gradient. Gradients are therefore not clipped: under ZeRO the
+orthogonalised steps would be what is clipped.
+
+Horizon and warm-up of a schedule are counted in optimizer updates. Update k (from 0) uses the
+schedule's value at k; after the last update the rate stands at the schedule's end value and stays.
 """
 
 import json
 import logging
 import math
 import pickle
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from openrlhf.config.common import OptimizerConfig
 from openrlhf.distributed import collectives, folders
 from openrlhf.distributed.collectives import import_deepspeed
-from openrlhf.distributed.optimizer import resume_schedule
 from openrlhf.distributed.tensor_parallel import total_norm
+from openrlhf.distributed.weights import LAYER
 from openrlhf.errors import CheckpointError, NumericsError, first_line
 
 if TYPE_CHECKING:
@@ -36,6 +48,102 @@ logger = logging.getLogger(__name__)
 MAX_FP16_SKIPS = 20
 ENGINE = "engine.json"
 WEIGHTS, STEP = "fp32", "step"  # the other keys of a part are those of the optimizer's state
+# Counts from 1, so its last value is that of the last update, not the one behind it.
+EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
+# Norms, biases, and what Mamba layers have instead: experts and heads stack them to any shape.
+VECTORS = re.compile(r"norm\.|bias$|\.A_log$|\.D$")
+WSD_DECAY_RATIO = 0.2  # part of the run that warmup_stable_decay spends in its decay
+
+
+def parameter_groups(model: nn.Module, optim: OptimizerConfig) -> list[dict[str, object]]:
+    """Return trained parameters in groups: matrices of layers, which are Muon's, first; biases and
+    the weights of norms, which do not decay, last. With Muon, mark its parameters.
+    """
+    adam, is_muon = optim.adam, optim.optim == "muon"
+    matrices = {
+        name: id(parameter)
+        for name, parameter in model.named_parameters()
+        if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and not VECTORS.search(name)
+    }
+    hidden = {id_ for name, id_ in matrices.items() if is_muon and LAYER.match(name)}
+    parts: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        parameter.use_muon = id(parameter) in hidden
+        # Without decay one flat buffer under ZeRO: a split would cost for nothing.
+        has_decay = adam.weight_decay == 0.0 or id(parameter) in matrices.values()
+        parts.setdefault((not parameter.use_muon, not has_decay), []).append(parameter)
+    groups = []
+    for (is_adams, has_none), params in sorted(parts.items(), key=itemgetter(0)):
+        own = {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps}
+        if not is_adams:
+            own = {"lr": optim.muon.lr, "momentum": optim.muon.momentum}
+        group = {"params": params, "weight_decay": 0.0 if has_none else adam.weight_decay, **own}
+        groups.append({**group, "use_muon": not is_adams} if is_muon else group)
+    return groups
+
+
+def make_optimizer(model: nn.Module, optim: OptimizerConfig, *, is_cuda: bool) -> Optimizer:
+    """Return torch's fused AdamW, which is as fast as DeepSpeed's own with nothing to compile; or
+    DeepSpeed's Muon, with that for the rest.
+    """
+    groups = parameter_groups(model, optim)
+    if optim.optim == "adam":
+        return torch.optim.AdamW(groups, lr=optim.adam.lr, fused=True)
+    # Imports and would compile Newton-Schulz kernels: only where Muon is used.
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # noqa: PLC0415
+
+    logger.info("Muon: gradients are not clipped, --max_norm has no effect.")
+    if not is_cuda:  # compiling for a CPU takes longer than it saves, and needs a C++ compiler
+        torch.compiler.set_stance("force_eager")
+    optimizer = MuonWithAuxAdam(
+        groups,
+        adam_optimizer=torch.optim.AdamW,
+        adam_optimizer_kwargs={"fused": True},
+    )
+    optimizer.defaults["lr"] = optim.adam.lr  # what schedules with an end value ask for
+    return optimizer
+
+
+def make_schedule(optimizer: Optimizer, optim: OptimizerConfig, *, num_updates: int) -> LambdaLR:
+    """Return the schedule of one optimizer over `num_updates` updates; past the end the rate
+    stays.
+    """
+    # PEFT and bitsandbytes come along: seconds, which frozen models need not wait for.
+    from transformers import get_scheduler  # noqa: PLC0415
+
+    name, ratio = optim.lr_scheduler, optim.min_lr_ratio
+    decay = {"num_decay_steps": max(1, int(WSD_DECAY_RATIO * num_updates))}
+    kwargs = {
+        "cosine_with_min_lr": {"min_lr_rate": ratio},
+        "cosine_warmup_with_min_lr": {"min_lr_rate": ratio},
+        "polynomial": {"lr_end": ratio * optim.adam.lr},
+        "warmup_stable_decay": {"min_lr_ratio": ratio, **decay},
+    }
+    # Rounded down: a run of a few updates must not spend its first one at a rate of 0.
+    schedule: LambdaLR = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=int(optim.lr_warmup_ratio * num_updates),
+        num_training_steps=num_updates,
+        scheduler_specific_kwargs=kwargs.get(name, {}),
+    )
+    last = num_updates - (name in EARLY_SCHEDULERS)
+    schedule.lr_lambdas = [partial(_held, factor, last) for factor in schedule.lr_lambdas]
+    return schedule
+
+
+def _held(factor: Callable[[int], float], last: int, num_done: int) -> float:
+    return factor(min(num_done, last))
+
+
+def resume_schedule(schedule: LambdaLR, state: dict[str, Any]) -> None:
+    """Take up where `state_dict` was taken, at the peak rate of then; shape and length are this
+    schedule's own.
+    """
+    schedule.load_state_dict(state)
+    groups = schedule.optimizer.param_groups
+    for group, peak, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = peak * factor(schedule.last_epoch)
 
 
 class TrainEngine:

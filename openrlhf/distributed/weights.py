@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from openrlhf.distributed.collectives import import_deepspeed
+from openrlhf.distributed.collectives import import_deepspeed, is_main
 from openrlhf.distributed.tensor_parallel import whole_layers
 from openrlhf.utils.packing import base_model_of
 
@@ -47,20 +47,17 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from _tensors(base_model_of(hf_model_of(module)), "", set())
 
 
-def trained_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in the module, full tensor) of the parameters that are trained: adapters as they are,
-    not merged.
+def exported_parameters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) of what an export of this model holds: the trained weights of an
+    adapter as they are, not merged, or all weights.
     """
-    for name, parameter in module.named_parameters():
+    if not hasattr(hf_model, "peft_config"):
+        yield from full_parameters(hf_model)
+        return
+    for name, parameter in hf_model.named_parameters():
         if parameter.requires_grad:
             with gathered([parameter]):
                 yield name, parameter.data
-
-
-def exported_parameters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what an export of this model holds: an adapter's own weights, or all of them."""
-    is_adapter = hasattr(hf_model, "peft_config")
-    return (trained_parameters if is_adapter else full_parameters)(hf_model)
 
 
 def stored_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -137,15 +134,13 @@ class WeightAverage:
     collective.
     """
 
-    def __init__(self, hf_model: nn.Module, beta: float, *, is_main: bool) -> None:
-        assert 0 <= beta < 1, beta
+    def __init__(self, hf_model: nn.Module, beta: float) -> None:
         self.hf_model = hf_model
         self.beta = beta
-        self.is_main = is_main
         self.dtypes: dict[str, torch.dtype] = {}
         self.held: dict[str, Tensor] = {}  # empty on the other ranks
         for name, tensor in exported_parameters(self.hf_model):
-            if is_main:
+            if is_main():
                 self.dtypes[name] = tensor.dtype
                 self.held[name] = tensor.detach().to("cpu", torch.float32, copy=True)
 
@@ -153,7 +148,7 @@ class WeightAverage:
     def update(self) -> None:
         """Update the moving average with the current weights."""
         for name, tensor in exported_parameters(self.hf_model):
-            if self.is_main:
+            if is_main():
                 self.held[name].lerp_(tensor.to("cpu", torch.float32), 1 - self.beta)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -163,12 +158,12 @@ class WeightAverage:
 
     def save(self, path: Path) -> None:
         """Write the average to a file; the main rank does."""
-        if self.is_main:
+        if is_main():
             torch.save(self.held, path)
 
     def load(self, path: Path) -> None:
         """Load the average that `save` wrote."""
-        if self.is_main:
+        if is_main():
             found = torch.load(path, weights_only=True)
             assert found.keys() == self.held.keys(), "the average is of other weights"
             self.held = found

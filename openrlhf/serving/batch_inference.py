@@ -105,7 +105,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     collectives.barrier()
     if topology.is_main:
         write_output(task, parts, output)
-    strategy.shut_down()
+    collectives.shut_down()
 
 
 class BatchTask:
@@ -291,7 +291,7 @@ def scored(
     hf_model = load_sequence_model(task.model_path, task.config, allow_fresh_head=False)
     engine = strategy.prepare_eval(RewardModel(hf_model))
     batches = task.longest_first(mine, task.config.micro_batch_size)
-    num_forwards = int(strategy.all_reduce_max({"n": float(len(batches))})["n"])
+    num_forwards = max(collectives.all_gather_object(len(batches)))
     # Under ZeRO-3 every forward takes all ranks: one that is done scores the first item again.
     for batch in [*batches, *[[]] * (num_forwards - len(batches))]:
         examples = [task.samples[item] for item in batch or [0]]

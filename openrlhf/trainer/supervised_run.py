@@ -25,9 +25,10 @@ from openrlhf.distributed.checkpoints import (
     set_random_state,
 )
 from openrlhf.distributed.collectives import (
-    all_reduce_max,
+    all_gather_object,
     is_main,
     naming_lost_ranks,
+    shut_down,
     watching_ranks,
 )
 from openrlhf.distributed.export import check_room
@@ -89,7 +90,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
     opened = open_checkpoints(config.ckpt, facts, config)
     is_at_end = (opened.resume_step or 0) >= num_updates(config, len(inputs.samples))
     if opened.is_done(run_dir, is_at_end=is_at_end):
-        strategy.shut_down()
+        shut_down()
         return
     trainer = recipe(config, inputs, strategy)
     check_room(hf_model_of(trainer.model), run_dir)
@@ -110,13 +111,13 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
         ):
             trainer.fit(after_step=checkpointer.after_step)
     except stopping.Interrupted:
-        strategy.shut_down()
+        shut_down()
         raise
     export_final(trainer.export, run_dir)
     if strategy.is_main:
         opened.note_finished(run_dir, trainer.global_step)
         notice(f"model saved to {run_dir}")
-    strategy.shut_down()
+    shut_down()
 
 
 def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
@@ -256,7 +257,7 @@ class Checkpointer:
         opened = self.checkpoints
         is_due = opened.is_on and self.trainer.is_due(opened.config.save_steps)
         is_saved = is_due and self.save()
-        is_asked = all_reduce_max({"asked": float(stopping.is_asked())})["asked"]
+        is_asked = any(all_gather_object(stopping.is_asked()))
         if is_asked and not self.trainer.is_finished:
             outcome = opened.save_last(lambda: is_saved or self.save())
             self.trainer.tracker.close()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.collectives import shut_down
 from openrlhf.distributed.export import export_hf, without_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import full_parameters, stored_parameters
@@ -45,7 +46,7 @@ def export_all(folder: Path) -> dict:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / kind)
         export_hf(model, tokenizer, out_dir(folder, kind, stage))
         given[kind, stage] = {n: t.clone() for n, t in stored_parameters(engine.module)}
-    strategy.shut_down()
+    shut_down()
     return given
 
 
@@ -279,7 +280,7 @@ def load_all(folder: Path) -> dict[str, dict]:
             "dtypes": {p.dtype for p in module.parameters()},
             "full": {name: t.float().clone() for name, t in stored_parameters(engine.module)},
         }
-    strategy.shut_down()
+    shut_down()
     return results
 
 

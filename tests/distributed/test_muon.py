@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, MuonConfig, OptimizerConfig
-from openrlhf.distributed.optimizer import parameter_groups
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.train_engine import TrainEngine, parameter_groups
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from tests.distributed.spawn import run_ranks

@@ -7,7 +7,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.config.common import AdamConfig, OptimizerConfig, Schedule
-from openrlhf.distributed.optimizer import make_schedule, resume_schedule
+from openrlhf.distributed.train_engine import make_schedule, resume_schedule
 
 PEAK = 1e-3
 END_VALUES = {

@@ -18,6 +18,7 @@ from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
+from openrlhf.distributed.collectives import shut_down
 from openrlhf.distributed.folders import holding, verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError, ConfigError, DataError
@@ -246,7 +247,7 @@ def resume_after_death(folder: Path) -> dict:
         "resumed": run(options, root, config, seed=99),
         "straight": run(options, folder / "straight", config_of(folder / "none")),
     }
-    strategy.shut_down()
+    shut_down()
     return results
 
 

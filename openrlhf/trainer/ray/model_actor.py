@@ -23,7 +23,7 @@ from openrlhf.algorithms.balancing import fixed_batches, token_budget_batches
 from openrlhf.algorithms.policy_loss import aggregate
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
-from openrlhf.distributed.collectives import together, world_size
+from openrlhf.distributed.collectives import all_gather_object, together, world_size
 from openrlhf.distributed.export import NamedTensors, export_hf
 from openrlhf.distributed.folders import write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -142,7 +142,7 @@ class ModelWorker:
         max_tokens = rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
         lengths = experience.seq_lengths.tolist()
         parts = self.micro_batches(lengths, rollout.micro_batch_size, max_tokens)
-        count = int(self.strategy.all_reduce_max({"n": float(len(parts))})["n"])
+        count = max(all_gather_object(len(parts)))
         outputs: list[Tensor] = []
         with self.working(what, count) as advance:
             for k in range(count):
@@ -212,10 +212,8 @@ class TrainedWorker(ModelWorker):
         samples = self.micro_batches(step.experience.seq_lengths.tolist(), size, budget)
         texts = self.micro_batches([len(token_ids) for token_ids in step.texts], size, budget)
         # A step without samples still is an optimizer step.
-        sizes = {"samples": float(max(len(samples), 1)), "texts": float(len(texts))}
-        counts = self.strategy.all_reduce_max(sizes)
-        samples += [[]] * (int(counts["samples"]) - len(samples))
-        texts += [[]] * (int(counts["texts"]) - len(texts))
+        samples += [[]] * (max(1, *all_gather_object(len(samples))) - len(samples))
+        texts += [[]] * (max(all_gather_object(len(texts))) - len(texts))
         return [(self._sample_loss, s) for s in samples] + [(self._text_loss, t) for t in texts]
 
     def _sample_loss(self, step: UpdateStep, indices: list[int], metrics: Metrics) -> Tensor:

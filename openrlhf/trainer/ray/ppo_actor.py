@@ -66,9 +66,7 @@ class PolicyModelActor(TrainedWorker):
         self.clip = ClipRange(low, high, config.dual_clip, config.sapo_tau)
         self.correction = correction_of(self.config.algo.advantage)
         if self.config.train.enable_ema:
-            is_main = self.strategy.topology.rank == 0
-            beta = self.config.train.ema_beta
-            self.average = WeightAverage(self.actor.model, beta, is_main=is_main)
+            self.average = WeightAverage(self.actor.model, self.config.train.ema_beta)
         return num_parameters
 
     def compute_logprobs(self, experience: Experience) -> Tensor:
