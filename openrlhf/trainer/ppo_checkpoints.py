@@ -92,7 +92,7 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON; taken between two steps."""
         plain = {name: getattr(self, name) for name in PLAIN}
-        unlogged = self.unlogged.state_dict()
+        unlogged = dict(self.unlogged.cells)
         return plain | {"sampler": self.sampler.state_dict(), "unlogged": unlogged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class RunState:
         if self.kl.target is None:  # a fixed one is what this command says
             self.kl_coef = self.kl.init_coef
         self.sampler.load_state_dict(state["sampler"])
-        self.unlogged = Metrics.from_state_dict(state["unlogged"])
+        self.unlogged = Metrics(state["unlogged"])
 
     def check_is_shared(self) -> None:
         """Raise ConfigError if a rank that has to write checkpoints does not see their folder."""

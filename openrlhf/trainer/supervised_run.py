@@ -246,7 +246,7 @@ class Checkpointer:
         if before == now:
             state = read_json(saved.path / self.rank_file)
             set_random_state(state["random"])
-            self.trainer.pending = Metrics.from_state_dict(state["metrics"])
+            self.trainer.pending = Metrics(state["metrics"])
         elif is_main():  # there is no such thing as a rank's own random numbers
             warn(f"{now} ranks go on with what {before} wrote: the same samples, other rounding.")
 
@@ -281,5 +281,5 @@ class Checkpointer:
 
     def _write(self, folder: Path) -> None:
         self.trainer.engine.save_states(folder / MODEL)
-        content = {"random": random_state(), "metrics": self.trainer.pending.state_dict()}
+        content = {"random": random_state(), "metrics": dict(self.trainer.pending.cells)}
         write_json(folder / self.rank_file, content)

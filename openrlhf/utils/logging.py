@@ -276,11 +276,11 @@ def new_log(run_dir: Path | str, role: str) -> Path:
     """
     folder = Path(run_dir, "logs")
     folder.mkdir(parents=True, exist_ok=True)
-    attempts = (f"{role}.attempt{number}.log" for number in itertools.count(1))
-    for name in itertools.chain([f"{role}.log"], attempts):
+    for attempt in itertools.count():
+        path = folder / (f"{role}.attempt{attempt}.log" if attempt else f"{role}.log")
         with suppress(FileExistsError):
-            (folder / name).touch(exist_ok=False)
-            return folder / name
+            path.touch(exist_ok=False)
+            return path
     raise AssertionError("unreachable")
 
 

@@ -5,7 +5,7 @@ ranks is exact.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,8 +25,8 @@ class Metrics:
     controller.
     """
 
-    # name -> total, weight, reduction
-    cells: dict[str, tuple[float, float, Reduction]] = field(default_factory=dict)
+    # name -> [total, weight, reduction], as JSON has it
+    cells: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(
         self, name: str, value: float, *, weight: float = 1.0, reduction: Reduction = "mean"
@@ -50,15 +50,6 @@ class Metrics:
         """Return the reduced number of every metric."""
         return {name: self[name] for name in self.cells}
 
-    def state_dict(self) -> dict[str, list[Any]]:
-        """Return everything as plain lists, for JSON."""
-        return {name: list(cell) for name, cell in self.cells.items()}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Sequence[Any]]) -> "Metrics":
-        """Return the metrics of a `state_dict`."""
-        return cls({name: (cell[0], cell[1], cell[2]) for name, cell in state.items()})
-
     def __getitem__(self, name: str) -> float:
         total, weight, reduction = self.cells[name]
         if reduction == "mean":
@@ -74,7 +65,7 @@ class Metrics:
             assert reduction == reduction_before, "one metric, two reductions"
             weight += weight_before
             total = COMBINE[reduction]([before, total])
-        self.cells[name] = (total, weight, reduction)
+        self.cells[name] = [total, weight, reduction]
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import rich.console
@@ -15,9 +14,9 @@ DELAY_S = 1.0  # a bar appears when its work has lasted this long
 REDRAWS_PER_S = 4
 
 ItemT = TypeVar("ItemT")
-Advance = Callable[
-    ..., None
-]  # (num_done=1, total=None): count more items; correct how many there are
+# (num_done=1, total=None, completed=None): count more items, correct how many there are, or say how
+# many are done.
+Advance = Callable[..., None]
 
 
 class _Bars(rich.progress.Progress):
@@ -68,37 +67,26 @@ def are_drawn() -> bool:
 
 
 @contextmanager
-def _bar(description: str, total: int | None, *, is_shown: bool) -> Iterator[Callable[..., None]]:
-    """Draw a bar while the block runs; yield what takes rich's `advance`, `completed`, `total`."""
+def progress(
+    description: str, total: int | None = None, *, is_shown: bool = True
+) -> Iterator[Advance]:
+    """Draw a bar over `total` items (None: unknown) while the block runs; yield what moves it."""
     if not is_shown or not are_drawn():
-        yield lambda **_: None
+        yield lambda *_, **__: None
         return
     if not _shared:
         _shared.append(_Bars())
     [bars] = _shared
     name = bars.begin(description, total)
+
+    def advance(num_done: int = 1, total: int | None = None, completed: int | None = None) -> None:
+        step = num_done if completed is None else None
+        bars.update(name, advance=step, total=total, completed=completed)
+
     try:
-        yield partial(bars.update, name)
+        yield advance
     finally:
         bars.finish(name)
-
-
-@contextmanager
-def counter(
-    description: str, total: int | None = None, *, is_shown: bool = True
-) -> Iterator[Callable[[int, int | None], None]]:
-    """Draw a bar while the block runs; yield a function of (items done so far, items in all)."""
-    with _bar(description, total, is_shown=is_shown) as update:
-        yield lambda num_done, total: update(completed=num_done, total=total)
-
-
-@contextmanager
-def progress(
-    description: str, total: int | None = None, *, is_shown: bool = True
-) -> Iterator[Advance]:
-    """Draw a bar over `total` items (None: unknown) while the block runs; yield what moves it."""
-    with _bar(description, total, is_shown=is_shown) as update:
-        yield lambda num_done=1, total=None: update(advance=num_done, total=total)
 
 
 def tracked(items: Iterable[ItemT], description: str) -> Iterator[ItemT]:

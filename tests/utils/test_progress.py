@@ -9,21 +9,20 @@ import transformers
 
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils import progress as bars
-from openrlhf.utils.progress import counter, hide_bars, progress, tracked
+from openrlhf.utils.progress import hide_bars, progress, tracked
 
 
 def test_nothing_is_drawn_without_a_terminal(capsys):
-    with progress("loading", total=3) as advance, counter("rows") as show:
+    with progress("loading", total=3) as advance:
         advance()
-        show(10, 100)
     assert capsys.readouterr() == ("", "")
 
 
 def test_bars_show_their_work_and_how_much_of_it_is_done(terminal: io.StringIO):
-    with progress("updating the policy", 8) as advance, counter("tokenising") as show:
+    with progress("updating the policy", 8) as advance, progress("tokenising") as show:
         advance(3)
-        show(1, 200)
-        show(10, 200)
+        show(completed=1, total=200)
+        show(completed=10, total=200)
     with progress("again") as advance:  # after the display was closed
         advance(0, total=5)
     for text in ("updating the policy", "3/8", "tokenising", "10/200", "again", "0/5"):

@@ -20,9 +20,9 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError, first_line
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.utils import stopping
-from openrlhf.utils.end_after import ending_after_this_process
 from openrlhf.utils.gpus import VISIBLE, check_torch_uses
 from openrlhf.utils.logging import warn
+from openrlhf.utils.processes import ending_after_this_process
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us

@@ -39,7 +39,7 @@ from openrlhf.trainer.ray.launcher import Health, node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.progress import Advance, counter
+from openrlhf.utils.progress import Advance, progress
 
 
 class ModelWorker:
@@ -112,11 +112,11 @@ class ModelWorker:
     def working(self, what: str, total: int | None = None) -> Iterator[Advance]:
         """Announce a loop over micro-batches, with a bar; yield the function that counts them."""
         self.work, self.done_of = what, (0, total)
-        with counter(what, total) as show:
+        with progress(what, total) as show:
 
             def advance(num_done: int = 1, total: int | None = None) -> None:
                 self.done_of = (self.done_of[0] + num_done, total or self.done_of[1])
-                show(*self.done_of)
+                show(completed=self.done_of[0], total=self.done_of[1])
 
             try:
                 yield advance

@@ -7,7 +7,7 @@ first rank of a role has its progress bar here.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ import ray
 from openrlhf.errors import EngineError, OpenRLHFError
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP, Health
 from openrlhf.utils.logging import warn
-from openrlhf.utils.progress import counter
+from openrlhf.utils.progress import Advance, progress
 
 ASK_EVERY_S = 2.0
 CLOSE_S = 10.0
@@ -39,7 +39,7 @@ class Watched:
     asked: list[Any] = field(default_factory=list)  # the reference of an open request
     has_bar: bool = False  # whether its work is drawn
     bar: ExitStack = field(default_factory=ExitStack)
-    show: Callable[[int, int | None], None] | None = None  # moves the bar of the present work
+    show: Advance | None = None  # moves the bar of the present work
     drawn: str | None = None  # the work it is for
 
     def hear(self, health: Health | None, seconds: float) -> None:
@@ -54,10 +54,10 @@ class Watched:
         work = self.last.work if self.last is not None and self.has_bar else None
         if work != self.drawn:
             self.bar.close()
-            self.show = self.bar.enter_context(counter(work)) if work else None
+            self.show = self.bar.enter_context(progress(work)) if work else None
             self.drawn = work
         if self.show is not None and self.last is not None:
-            self.show(self.last.num_done, self.last.total)
+            self.show(completed=self.last.num_done, total=self.last.total)
 
     def describe(self) -> str:
         """Return who has not got on, for how long, and at what."""
