@@ -79,7 +79,7 @@ def dense_logprobs(
     """Log-probs and entropies of the targets, one sequence at a time, from all logits."""
     logprobs, entropies = [], []
     for ids, mask in zip(sequences, masks, strict=True):
-        logits = model(input_ids=ids[None]).logits[0].float() / temperature
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
         logprobs_TV = logits.log_softmax(-1)[:-1]
         entropies.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1)[mask[1:]])
         logprobs.append(logprobs_TV.gather(1, ids[1:, None]).squeeze(1)[mask[1:]])

@@ -37,59 +37,40 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 @pytest.fixture
-def policy(tiny_model_dir: Path, tmp_path: Path) -> tuple[Path, torch.nn.Module]:
-    """A policy's adapter, and the adapted model it was saved from."""
+def policy(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A policy's adapter."""
     adapted = add_lora(load_causal_lm(tiny_model_dir), LORA)
     randomise(adapted)
     adapted.save_pretrained(tmp_path / "policy")
-    return tmp_path / "policy", adapted
-
-
-def save_reward_adapter(base: Path, path: Path, head: str = "score") -> torch.nn.Module:
-    """A reward model's adapter as train_rm leaves it; answers the adapted model."""
-    adapted = add_lora(load_sequence_model(base, value_head_prefix=head), LORA)
-    randomise(adapted)
-    adapted.save_pretrained(path)
-    config = adapted.get_base_model().config
-    config.update({"mean": 0.5, "std": 2.0})
-    config.save_pretrained(path)
-    return adapted
-
-
-def test_the_folder_of_an_adapter_is_its_base_with_the_adapter_merged(
-    policy: tuple[Path, torch.nn.Module], batch: PackedBatch
-) -> None:
-    path, adapted = policy
-    model = load_causal_lm(path)
-    assert not is_adapted(model) and not hasattr(model, "peft_config")
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    torch.testing.assert_close(
-        Actor(model)(batch).logprobs, Actor(adapted)(batch).logprobs, atol=1e-5, rtol=1e-5
-    )
+    return tmp_path / "policy"
 
 
 def test_an_adapter_on_an_adapter_names_the_folder_below_and_loads_with_it(
-    policy: tuple[Path, torch.nn.Module], tmp_path: Path, batch: PackedBatch
+    policy: Path, tmp_path: Path, batch: PackedBatch
 ) -> None:
-    second = add_lora(load_causal_lm(policy[0]), LORA)
+    second = add_lora(load_causal_lm(policy), LORA)
     randomise(second, seed=1)
     second.save_pretrained(tmp_path / "second")
-    assert base_of_adapter(tmp_path / "second") == str(policy[0])
-    torch.testing.assert_close(
-        Actor(load_causal_lm(tmp_path / "second"))(batch).logprobs,
-        Actor(second)(batch).logprobs,
-        atol=1e-5,
-        rtol=1e-5,
-    )
+    assert base_of_adapter(tmp_path / "second") == str(policy)
+    model = load_causal_lm(tmp_path / "second")
+    assert not is_adapted(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    found, expected = (Actor(each)(batch).logprobs for each in (model, second))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("head", ["score", "value_head"])
 def test_a_reward_adapter_brings_its_head_and_scale(
     tiny_model_dir: Path, tmp_path: Path, batch: PackedBatch, head: str
 ) -> None:
-    adapted = save_reward_adapter(tiny_model_dir, tmp_path / "reward", head)
-    assert is_value_model(load_config(str(tmp_path / "reward")))
-    loaded = load_sequence_model(tmp_path / "reward", allow_fresh_head=False)
+    adapted = add_lora(load_sequence_model(tiny_model_dir, value_head_prefix=head), LORA)
+    randomise(adapted)
+    adapted.save_pretrained(tmp_path)
+    config = adapted.get_base_model().config
+    config.update({"mean": 0.5, "std": 2.0})  # as train_rm leaves them
+    config.save_pretrained(tmp_path)
+    assert is_value_model(load_config(str(tmp_path)))
+    loaded = load_sequence_model(tmp_path, allow_fresh_head=False)
     model = RewardModel(loaded, normalize_reward=True)
     expected = (RewardModel(adapted)(batch).scores - 0.5) / 2.0
     torch.testing.assert_close(model(batch).scores, expected, atol=1e-5, rtol=1e-5)
@@ -102,34 +83,33 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) 
 
 
 def test_an_adapter_that_lacks_a_weight_or_has_one_too_many_is_refused(
-    policy: tuple[Path, torch.nn.Module],
+    policy: Path,
 ) -> None:
     name, ones = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight", torch.ones(128, 4)
-    edit_weights(policy[0], lambda weights: weights.pop(name))
+    edit_weights(policy, lambda weights: weights.pop(name))
     with pytest.raises(ConfigError, match=re.escape(f"1 are missing ({name}")):
-        load_causal_lm(policy[0])
+        load_causal_lm(policy)
     more = name.replace("layers.1", "layers.7")
-    edit_weights(policy[0], lambda weights: weights.update({name: ones, more: ones + 1}))
+    edit_weights(policy, lambda weights: weights.update({name: ones, more: ones + 1}))
     with pytest.raises(ConfigError, match=re.escape(f"1 are unexpected ({more}")):
-        load_causal_lm(policy[0])
+        load_causal_lm(policy)
 
 
 def test_a_pickled_adapter_loads_unless_it_would_run_code(
-    policy: tuple[Path, torch.nn.Module], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = policy[0]
-    monkeypatch.chdir(folder)
-    expected = load_causal_lm(folder).state_dict()
-    weights = load_file(folder / "adapter_model.safetensors")
-    (folder / "adapter_model.safetensors").unlink()
-    torch.save(weights, folder / "adapter_model.bin")
-    found = load_causal_lm(folder).state_dict()
+    monkeypatch.chdir(policy)
+    expected = load_causal_lm(policy).state_dict()
+    weights = load_file(policy / "adapter_model.safetensors")
+    (policy / "adapter_model.safetensors").unlink()
+    torch.save(weights, policy / "adapter_model.bin")
+    found = load_causal_lm(policy).state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    torch.save(weights | {"payload": Payload(folder / "ran")}, folder / "adapter_model.bin")
+    torch.save(weights | {"payload": Payload(policy / "ran")}, policy / "adapter_model.bin")
     for load in (load_causal_lm, lambda path: load_adapter(load_causal_lm(tiny_model_dir), path)):
         with pytest.raises(ConfigError, match="would run code when it is loaded: it names posix"):
-            load(folder)
-    assert not (folder / "ran").exists()
+            load(policy)
+    assert not (policy / "ran").exists()
 
 
 def set_base(folder: Path, base: str | None) -> None:
@@ -138,29 +118,24 @@ def set_base(folder: Path, base: str | None) -> None:
 
 
 def test_an_adapter_without_its_base_is_one_line_with_a_remedy(
-    policy: tuple[Path, torch.nn.Module],
+    policy: Path,
 ) -> None:
-    set_base(policy[0], "/no/such/base")
+    set_base(policy, "/no/such/base")
     with pytest.raises(ConfigError, match=r"lacks its base\. Model path '/no/such/base' holds"):
-        load_config(str(policy[0]))
-    set_base(policy[0], None)
+        load_config(str(policy))
+    set_base(policy, None)
     with pytest.raises(ConfigError, match="openrlhf merge-lora --model_path BASE --lora_path"):
-        load_config(str(policy[0]))
+        load_config(str(policy))
 
 
-def test_an_engine_that_reads_files_refuses_an_adapter(
-    policy: tuple[Path, torch.nn.Module], tiny_model_dir: Path
-) -> None:
-    line = f"--pretrain {policy[0]} .* merge-lora --model_path {tiny_model_dir} --lora_path"
+def test_an_engine_that_reads_files_refuses_an_adapter(policy: Path, tiny_model_dir: Path) -> None:
+    line = f"--pretrain {policy} .* merge-lora --model_path {tiny_model_dir} --lora_path"
     with pytest.raises(ConfigError, match=line):
-        refuse_adapter(policy[0], "--pretrain")
+        refuse_adapter(policy, "--pretrain")
     refuse_adapter(tiny_model_dir, "--pretrain")
 
 
-FAMILIES = ("qwen3", "gemma")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma"])
 def test_only_the_adapter_is_trained_and_a_fresh_one_changes_nothing(
     tmp_path: Path, batch: PackedBatch, family: str
 ) -> None:

@@ -4,10 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import BloomConfig, LlamaConfig
 
-from openrlhf.config.common import DeepSpeedConfig
-from openrlhf.errors import ConfigError
 from openrlhf.models import packing
 from openrlhf.models.packing import (
     PackedRow,
@@ -15,7 +12,6 @@ from openrlhf.models.packing import (
     chunk_of_row,
     row_attention,
 )
-from openrlhf.models.support import refuse_unsupported
 from openrlhf.utils.context_parallel import RowSlice
 
 
@@ -115,31 +111,3 @@ def test_a_chunk_sees_its_sequences_from_their_beginning():
     assert (seen, row.seq_lengths, row.num_earlier) == (slice(4, 10), (6,), 0)
     seen, row = chunk_of_row((4, 6), range(8, 10), CPU)
     assert (seen, row.seq_lengths, row.num_earlier) == (slice(4, 10), (2,), 4)
-
-
-@pytest.mark.parametrize(
-    ("config", "flags", "why"),
-    [
-        (BloomConfig(), {}, "its rows are padded, not packed"),
-        (
-            LlamaConfig(num_attention_heads=8, num_key_value_heads=2),
-            {"cp_mode": "ulysses"},
-            "has 2 heads, not a multiple of the 4 ranks",
-        ),
-        (
-            LlamaConfig(num_attention_heads=8, num_key_value_heads=4),
-            {"cp_mode": "ulysses", "tensor_parallel_size": 2},
-            "has 4 heads, not a multiple of the 8 ranks",
-        ),
-    ],
-    ids=["padded", "heads", "heads of a part"],
-)
-def test_models_whose_rows_cannot_be_shared_are_refused(config, flags, why):
-    with pytest.raises(ConfigError, match=why):
-        refuse_unsupported(config, "m", DeepSpeedConfig(ring_attn_size=4, **flags))
-    refuse_unsupported(config, "m", DeepSpeedConfig())
-
-
-def test_a_budget_of_tokens_does_not_bound_padded_rows():
-    with pytest.raises(ConfigError, match="--use_dynamic_batch: the rows of m are padded"):
-        refuse_unsupported(BloomConfig(), "m", DeepSpeedConfig(), has_token_budget=True)

@@ -7,17 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
 
 from openrlhf.cli import train_kto
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import check_own_logits, load_sequence_model
 from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.models.support import causal_class, padding_note
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packing import why_padded
-from tests.models.helpers import full_batch, random_sequences
+from tests.models.helpers import dense_logprobs, full_batch, gradients, random_sequences
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 LENGTHS = (7, 1, 12, 5, 12)
@@ -51,47 +49,27 @@ def make(config: hf.PretrainedConfig, attention: str | None = None) -> hf.PreTra
     return model.eval()
 
 
-def own_logprobs(model: hf.PreTrainedModel, sequences: list[Tensor]) -> Tensor:
-    """Log-probs of every token after the first, from the model's own logits of each alone."""
-    said = []
-    for ids in sequences:
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-        said.append(logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1))
-    return torch.cat(said)
-
-
-def gradients(model: hf.PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {
-        name: weight.grad.clone()
-        for name, weight in model.named_parameters()
-        if weight.grad is not None
-    }
-
-
 @pytest.mark.parametrize("family", PADDED)
 def test_log_probs_and_gradients_are_those_of_each_sequence_alone(family: str) -> None:
     model = make(PADDED[family]())
     assert why_padded(type(model), model.config) is not None
     sequences = random_sequences(list(LENGTHS))
-    ours = Actor(model)(full_batch(sequences)).logprobs
-    theirs = own_logprobs(model, sequences)
+    batch = full_batch(sequences)
+    ours = Actor(model)(batch).logprobs
+    masks = batch.target_mask.split(batch.seq_lengths)
+    theirs, _ = dense_logprobs(model, sequences, masks, temperature=1.0)
     assert theirs.std() > 0.1
     check_own_logits(model)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-    got, expected = (gradients(model, logprobs.square().mean()) for logprobs in (ours, theirs))
+    ours.square().mean().backward()
+    got = gradients(model)
+    model.zero_grad()
+    theirs.square().mean().backward()
+    expected = gradients(model)
     assert got.keys() == expected.keys()
     largest = max(gradient.abs().max() for gradient in expected.values())
     for name, gradient in expected.items():
         assert (got[name] - gradient).abs().max() < 1e-4 * largest, name
-
-
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Mixtral"])
-def test_most_are_packed(family: str) -> None:
-    config = getattr(hf, f"{family}Config")()
-    assert why_padded(causal_class(config), config) is None
-    assert padding_note(config, "m") is None
 
 
 def test_a_head_that_does_more_is_refused() -> None:

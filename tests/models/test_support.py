@@ -1,8 +1,4 @@
-"""Kernels of other packages: called as they are documented where they are, refused where not; and
-sizes that a model's config tells before its weights are read.
-"""
-
-import sys
+"""What a machine lacks, what a model cannot be used with, the longest sequence that it reads."""
 
 import pytest
 import torch
@@ -11,44 +7,7 @@ import transformers as hf
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models import support
-from openrlhf.models.loading import apply_liger, load_causal_lm
-from openrlhf.models.support import check_here, num_positions
-from tests.models.helpers import tiny_model
-
-# What of Liger's interface is used, as a package that notes the call on the model.
-LIGER = """
-def _apply_liger_kernel_to_instance(model, **kwargs):
-    model.liger_call = kwargs
-"""
-
-
-@pytest.fixture(scope="module")
-def qwen2_dir(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("kernels"), "qwen2")
-
-
-@pytest.fixture
-def liger_package(tmp_path, monkeypatch):
-    folder = tmp_path / "liger_kernel" / "transformers"
-    folder.mkdir(parents=True)
-    (folder.parent / "__init__.py").write_text("")
-    (folder / "__init__.py").write_text(LIGER)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
-        del sys.modules[name]
-
-
-def test_liger_is_applied_without_its_loss_kernels(qwen2_dir, liger_package):
-    model = load_causal_lm(qwen2_dir)
-    apply_liger(model)
-    assert model.liger_call == {"cross_entropy": False, "fused_linear_cross_entropy": False}
-
-
-@pytest.fixture
-def bare(monkeypatch):
-    """A machine on which none of the optional packages is installed."""
-    monkeypatch.setattr(support, "find_spec", lambda package: None)
+from openrlhf.models.support import check_here, num_positions, refuse_unsupported
 
 
 def missing(**settings: object) -> list[str]:
@@ -60,7 +19,8 @@ def missing(**settings: object) -> list[str]:
     return []
 
 
-def test_everything_a_machine_lacks_is_said_at_once(bare):
+def test_everything_a_machine_lacks_is_said_at_once(monkeypatch):
+    monkeypatch.setattr(support, "find_spec", lambda package: None)
     flags = ("--attn_implementation flash_attention_3", "--use_liger_kernel", "--load_in_4bit")
     modules = ("torch", "liger_kernel", "bitsandbytes")
     said = missing(
@@ -112,3 +72,33 @@ def test_the_longest_sequence_that_a_model_reads(
     config: hf.PretrainedConfig, expected: int | None
 ) -> None:
     assert num_positions(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "why"),
+    [
+        (hf.BloomConfig(), {}, "its rows are padded, not packed"),
+        (
+            hf.LlamaConfig(num_attention_heads=8, num_key_value_heads=2),
+            {"cp_mode": "ulysses"},
+            "has 2 heads, not a multiple of the 4 ranks",
+        ),
+        (
+            hf.LlamaConfig(num_attention_heads=8, num_key_value_heads=4),
+            {"cp_mode": "ulysses", "tensor_parallel_size": 2},
+            "has 4 heads, not a multiple of the 8 ranks",
+        ),
+    ],
+    ids=["padded", "heads", "heads of a part"],
+)
+def test_models_whose_rows_cannot_be_shared_are_refused(config, flags, why):
+    with pytest.raises(ConfigError, match=why):
+        refuse_unsupported(config, "m", DeepSpeedConfig(ring_attn_size=4, **flags))
+    refuse_unsupported(config, "m", DeepSpeedConfig())
+
+
+def test_a_budget_of_tokens_does_not_bound_padded_rows():
+    with pytest.raises(ConfigError, match="--use_dynamic_batch: the rows of m are padded"):
+        refuse_unsupported(hf.BloomConfig(), "m", DeepSpeedConfig(), has_token_budget=True)
+    with pytest.raises(ConfigError, match="--use_dynamic_batch: the rows of m are padded"):
+        refuse_unsupported(hf.BloomConfig(), "m", DeepSpeedConfig(), has_token_budget=True)
