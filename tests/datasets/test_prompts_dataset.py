@@ -86,14 +86,6 @@ def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, colum
         prompts(tokenizer, rows)
 
 
-def test_dialogues_without_a_template_to_render_them_are_one_line(tokenizer):
-    tokenizer.chat_template = None
-    with pytest.raises(
-        ConfigError, match=r"has no chat template\. Give one with --tokenizer_chat_te"
-    ):
-        prompts(tokenizer, [{"messages": [{"role": "user", "content": "hi"}]}])
-
-
 def test_numbers_of_a_csv_file_are_labels_as_they_stand(tokenizer, tmp_path):
     (tmp_path / "sums.csv").write_text("input,answer\n1+0=,1\n5/2=,2.50\n2+2=,4\n")
     rows = load_rows(str(tmp_path / "sums.csv"))

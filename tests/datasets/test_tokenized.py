@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from openrlhf.datasets import tokenized
+from openrlhf.datasets import prompts_dataset, reward_dataset, sft_dataset, tokenized
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.process_reward_dataset import ProcessRewardDataset
 from openrlhf.datasets.prompts_dataset import PromptDataset
@@ -143,33 +143,28 @@ def test_every_bad_row_is_listed_with_its_file_and_row(
     assert len(problems) == 22
 
 
-def pairs(tokenizer: Tokenizer, *sides: tuple[str, str]) -> PreferenceDataset:
-    rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in sides]
-    return PreferenceDataset(Dataset.from_list(rows), tokenizer, RowFormat())
-
-
-@pytest.mark.parametrize("long", [("a" * 9, "b"), ("a", "b" * 9)])
-def test_either_side_of_a_pair_may_be_too_long(tokenizer: Tokenizer, long: tuple[str, str]) -> None:
-    data = pairs(tokenizer, ("a", "b"), long, ("aa", "bb" * 3))
-    data.check_fits("m", num_embeddings=262, num_positions=10)  # 9 letters and the end
-    with pytest.raises(DataError) as caught:
-        data.check_fits("m", num_embeddings=262, num_positions=6)
-    assert caught.value.problems == [
-        "2 of 3 rows are longer than the 6 positions of the model m: row 2 has 10 tokens. "
-        "Type --max_len 6, or set max_position_embeddings in its config.json if it can read more."
-    ]
-
-
 SOFT_HYPHEN = "\u00ad"  # its second byte is id 261, the tokenizer's last
 
 
-@pytest.mark.parametrize("wide", [(SOFT_HYPHEN, "b"), ("a", SOFT_HYPHEN)])
-def test_either_side_of_a_pair_may_have_an_id_too_large(
-    tokenizer: Tokenizer, wide: tuple[str, str]
-) -> None:
-    data = pairs(tokenizer, ("a", "b"), wide, (SOFT_HYPHEN, "b"))
-    with pytest.raises(DataError, match=r"^row 2 has token id 261, and the model m has 261 embe"):
-        data.check_fits("m", num_embeddings=261, num_positions=None)
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_either_side_of_a_pair_may_not_fit_a_model(tokenizer: Tokenizer, is_chosen: bool) -> None:
+    long, wide = "a" * 9, SOFT_HYPHEN
+    rows = [
+        {"chosen": "a", "rejected": "b"},
+        *({"chosen": x, "rejected": "b"} for x in (long, wide)),
+    ]
+    if not is_chosen:
+        rows = [{"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    data = PreferenceDataset(Dataset.from_list(rows), tokenizer, RowFormat())
+    data.check_fits("m", num_embeddings=262, num_positions=10)  # 9 letters and the end
+    with pytest.raises(DataError) as caught:
+        data.check_fits("m", num_embeddings=261, num_positions=6)
+    ids, positions = caught.value.problems
+    assert ids.startswith("row 3 has token id 261, and the model m has 261 embeddings. Use a model")
+    assert positions == (
+        "1 of 3 rows are longer than the 6 positions of the model m: row 2 has 10 tokens. "
+        "Type --max_len 6, or set max_position_embeddings in its config.json if it can read more."
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,3 +299,42 @@ def test_tools_that_are_no_list_are_refused(read: Reader, tokenizer: Tokenizer) 
     for tools, problem in (("{", "'tools' is no JSON"), ('{"a": 1}', "is dict, not a list")):
         with pytest.raises(DataError, match=problem):
             read(Dataset.from_list([row_with(tools)]), tokenizer, 0)
+
+
+# The functions that documents of OpenRLHF show for preparing data of one's own.
+HI = [{"role": "user", "content": "hi"}]
+ASKED = "<|user|>hi<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("value", ["hi", HI])
+def test_a_prompt_is_text_for_the_model(tiny_tokenizer, value):
+    apply = tiny_tokenizer.apply_chat_template
+    prepare = prompts_dataset.preprocess_data
+    assert prepare({"q": value}, input_key="q", apply_chat_template=apply) == ASKED
+    assert prepare({"input": "hi"}) == "hi"
+    assert prepare({"input": "hi"}, "User: {}\nAssistant: ") == "User: hi\nAssistant: "
+
+
+def test_prompt_and_response_are_parts_of_the_dialogue(tiny_tokenizer):
+    apply, prepare = tiny_tokenizer.apply_chat_template, sft_dataset.preprocess_data
+    parts = (ASKED, "yo<|end|>")
+    row = {"q": "hi", "a": "yo", "all": [*HI, {"role": "assistant", "content": "yo"}]}
+    found = prepare(row, input_key="q", output_key="a", apply_chat_template=apply)
+    assert found == prepare(row, input_key="all", apply_chat_template=apply) == parts
+    assert prepare(row, "Q: {} A: ", "q", "a") == ("Q: hi A: ", "yo")
+
+
+def test_two_answers_have_one_prompt_and_a_margin(tiny_tokenizer):
+    apply, prepare = tiny_tokenizer.apply_chat_template, reward_dataset.preprocess_data
+    row = {"prompt": "hi", "chosen": "yo", "rejected": "no", "margin": 2}
+    found = prepare(row, prompt_key="prompt", apply_chat_template=apply)
+    assert found == (ASKED, "yo<|end|>", "no<|end|>", 2.0)
+    assert prepare(row, "Q: {} A: ", "prompt") == ("Q: hi A: ", "yo", "no", 2.0)
+    assert prepare(row)[:2] == ("", "yo")
+    whole = {s: [*HI, {"role": "assistant", "content": s}] for s in ("chosen", "rejected")}
+    assert prepare(whole, apply_chat_template=apply) == (
+        ASKED,
+        "chosen<|end|>",
+        "rejected<|end|>",
+        0.0,
+    )
