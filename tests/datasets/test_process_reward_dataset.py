@@ -39,8 +39,6 @@ def test_without_reward_tokens_any_single_token_is_a_label(tokenizer):
     row = {"input": "a#b#", "label": ["x", "y"]}
     example = steps(tokenizer, [row], reward_tokens=())[0]
     assert example.labels.tolist() == ids(tokenizer, "xy")
-    with pytest.raises(DataError, match=r"row 1: label 'xy' is 2 tokens, not one"):
-        steps(tokenizer, [{"input": "a#", "label": ["xy"]}], reward_tokens=())
 
 
 @pytest.mark.parametrize(("is_trusted", "others"), [(True, ["<|user|>"]), (False, [])])
@@ -71,36 +69,36 @@ def test_stepwise_columns_are_joined_with_the_marker(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
+    ("labels", "options", "message"),
     [
-        (["+"], "2 step markers '#' but 1 labels"),
-        (["+", "?"], r"unknown label '\?'; --reward_tokens are \+, -"),
-        (["+", None], "label None is neither a token nor a number"),
-        ([0.5, 1.5], "soft label 1.5 is not from 0 to 1"),
-        ([0.5, float("nan")], "soft label nan is not"),
-        (None, "'label' is NoneType, not a list"),
-        ("+-", "'label' is str, not a list"),
+        (["+"], {}, "2 step markers '#' but 1 labels"),
+        (["+", "?"], {}, r"unknown label '\?'; --reward_tokens are \+, -"),
+        (["+", None], {}, "label None is neither a token nor a number"),
+        ([0.5, 1.5], {}, "soft label 1.5 is not from 0 to 1"),
+        ([0.5, float("nan")], {}, "soft label nan is not"),
+        (None, {}, "'label' is NoneType, not a list"),
+        ("+-", {}, "'label' is str, not a list"),
+        ([0.5, 1.0], {"reward_tokens": ("+",)}, ".* exactly two --reward_tokens, not 1"),
+        ([0.5, 1.0], {"reward_tokens": ("+", "-", "0")}, ".* exactly two --reward_tokens, not 3"),
+        (["xy", "x"], {"reward_tokens": ()}, "label 'xy' is 2 tokens, not one"),
     ],
 )
-def test_labels_that_do_not_fit_are_named(tokenizer, labels, message):
+def test_labels_that_do_not_fit_are_named(tokenizer, labels, options, message):
     with pytest.raises(DataError, match=f"row 1: {message}"):
-        steps(tokenizer, [{"input": "a#b#", "label": labels}])
+        steps(tokenizer, [{"input": "a#b#", "label": labels}], **options)
 
 
-def test_soft_labels_need_exactly_two_reward_tokens(tokenizer):
-    for tokens in ((), ("+",), ("+", "-", "0")):
-        with pytest.raises(DataError, match=r"needs exactly two --reward_tokens, not \d"):
-            steps(tokenizer, [{"input": "a#", "label": [0.5]}], reward_tokens=tokens)
-
-
-def test_markers_and_reward_tokens_are_single_tokens(tokenizer):
-    row = {"input": "a#", "label": ["+"]}
-    with pytest.raises(ConfigError, match=r"--placeholder_token '##' is 2 tokens .* not one"):
-        steps(tokenizer, [row], placeholder_token="##")
-    with pytest.raises(ConfigError, match=r"--placeholder_token '' is 0 tokens"):
-        steps(tokenizer, [row], placeholder_token="")
-    with pytest.raises(ConfigError, match=r"--reward_tokens 'good' is 4 tokens"):
-        steps(tokenizer, [row], reward_tokens=("good", "-"))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"placeholder_token": "##"}, "--placeholder_token '##' is 2 tokens .* not one"),
+        ({"placeholder_token": ""}, "--placeholder_token '' is 0 tokens"),
+        ({"reward_tokens": ("good", "-")}, "--reward_tokens 'good' is 4 tokens"),
+    ],
+)
+def test_markers_and_reward_tokens_are_single_tokens(tokenizer, options, message):
+    with pytest.raises(ConfigError, match=message):
+        steps(tokenizer, [{"input": "a#", "label": ["+"]}], **options)
 
 
 def test_a_cut_text_loses_the_labels_of_its_markers(tokenizer):

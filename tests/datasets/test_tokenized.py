@@ -4,6 +4,7 @@ every bad row with its file, and what does not fit a model.
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,56 +25,34 @@ from tests.tiny import CHAT_TEMPLATE, make_tokenizer, write_jsonl
 NUM_ROWS = 300
 
 
-def sft_row(i: int) -> dict:
-    return {"input": f"q{i}", "output": "" if i == 3 else "x" * (1 + i % 40)}
-
-
-def pair_row(i: int) -> dict:
-    return {"prompt": f"q{i}", "chosen": "a" * (1 + i % 40), "rejected": "b" if i else "a",
-            "margin": i / 2}  # fmt: skip
-
-
-def labelled_row(i: int) -> dict:
-    return {"input": f"q{i}", "output": "x" * (1 + i % 40), "label": int(i % 3 == 0)}
-
-
-def process_row(i: int) -> dict:
-    return {"input": f"{'x' * (i % 40)}#{i}#", "label": [i / 600, 1.0]}
-
-
-def prompt_row(i: int) -> dict:
-    ending = [{"role": "assistant", "content": "a"}] if i % 7 == 0 else []
+def make_row(i: int) -> dict:
+    """Row number i, which every kind of data set can read."""
     text = "x" * (i % 50) + ("<|end|>" if i % 5 == 0 else "y")
-    return {"input": [{"role": "user", "content": text}, *ending], "label": i}
+    ending = [{"role": "assistant", "content": "a"}] if i % 7 == 0 else []
+    return {
+        "input": f"q{i}",
+        "output": "" if i == 3 else "x" * (1 + i % 40),
+        "chosen": "a" * (1 + i % 40),
+        "rejected": "b" if i else "a",
+        "margin": i / 2,
+        "label": int(i % 3 == 0),
+        "steps": f"{'x' * (i % 40)}#{i}#",
+        "shares": [i / 600, 1.0],
+        "messages": [{"role": "user", "content": text}, *ending],
+    }
 
 
-# Class, format, row number i, and what makes a row bad.
+# Class, format, and what makes a row bad.
+ANSWERS = RowFormat(input_key="input", output_key="output", max_len=45)
+PAIRS = RowFormat(prompt_key="input", with_margin=True, max_len=30)
+STEPS = RowFormat("steps", label_key="shares", placeholder_token="#", reward_tokens=("+", "-"))
+CHATS = RowFormat("messages", label_key="label", apply_chat_template=True, max_len=40)
 KINDS = {
-    "sft": (SFTDataset, RowFormat(output_key="output", max_len=45), sft_row, {"input": " "}),
-    "pairs": (
-        PreferenceDataset,
-        RowFormat(with_margin=True, max_len=30),
-        pair_row,
-        {"margin": None},
-    ),
-    "labelled": (
-        UnpairedPreferenceDataset,
-        RowFormat(output_key="output", max_len=45, overlong="truncate"),
-        labelled_row,
-        {"label": 7},
-    ),
-    "steps": (
-        ProcessRewardDataset,
-        RowFormat(placeholder_token="#", reward_tokens=("+", "-"), max_len=30),
-        process_row,
-        {"input": "a###"},
-    ),
-    "prompts": (
-        PromptDataset,
-        RowFormat(label_key="label", apply_chat_template=True, max_len=40),
-        prompt_row,
-        {"input": [{"role": "user", "content": " "}]},
-    ),
+    "sft": (SFTDataset, ANSWERS, {"input": " "}),
+    "pairs": (PreferenceDataset, PAIRS, {"margin": None}),
+    "labelled": (UnpairedPreferenceDataset, replace(ANSWERS, overlong="truncate"), {"label": 7}),
+    "steps": (ProcessRewardDataset, replace(STEPS, max_len=30), {"steps": "a###"}),
+    "prompts": (PromptDataset, CHATS, {"messages": [{"role": "user", "content": " "}]}),
 }
 
 
@@ -84,10 +63,7 @@ def use_processes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def content(data: TokenizedDataset) -> list[object]:
     """All that a data set says, as plain values."""
-    examples = [
-        [value.tolist() if hasattr(value, "tolist") else value for value in vars(example).values()]
-        for example in (data[i] for i in range(0, len(data), 50))
-    ]
+    examples = [repr(data[i]) for i in range(0, len(data), 50)]
     facts = (data.notices, data.dropped, data.num_truncated, data.row_ids, data.fingerprint)
     return [examples, data.lengths.tolist(), *facts]
 
@@ -96,8 +72,8 @@ def content(data: TokenizedDataset) -> list[object]:
 def test_several_processes_and_the_cache_make_what_one_process_makes(
     kind: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, row_format, row, _ = KINDS[kind]
-    rows = [row(i) for i in range(NUM_ROWS)]
+    make, row_format, _ = KINDS[kind]
+    rows = [make_row(i) for i in range(NUM_ROWS)]
     use_processes(1, monkeypatch)
     one = make(load_rows(str(write_jsonl(tmp_path / "one.jsonl", rows))), tokenizer, row_format)
     use_processes(2, monkeypatch)
@@ -113,15 +89,12 @@ def test_several_processes_and_the_cache_make_what_one_process_makes(
 
 
 def test_the_cache_follows_rows_tokenizer_and_format(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    rows = load_rows(str(write_jsonl(tmp_path / "a.jsonl", [sft_row(i) for i in range(20)])))
-    form = RowFormat(output_key="output")
-    data = SFTDataset(rows, tokenizer, form)
+    rows = load_rows(str(write_jsonl(tmp_path / "a.jsonl", [make_row(i) for i in range(20)])))
+    data = SFTDataset(rows, tokenizer, ANSWERS)
     key = data._cache_key()
-    assert SFTDataset(rows, tokenizer, form)._cache_key() == key
-    assert (
-        SFTDataset(rows, tokenizer, RowFormat(output_key="output", max_len=99))._cache_key() != key
-    )
-    assert SFTDataset(rows.select(range(1, 20)), tokenizer, form)._cache_key() != key
+    assert SFTDataset(rows, tokenizer, ANSWERS)._cache_key() == key
+    assert SFTDataset(rows, tokenizer, replace(ANSWERS, max_len=99))._cache_key() != key
+    assert SFTDataset(rows.select(range(1, 20)), tokenizer, ANSWERS)._cache_key() != key
     tokenizer.chat_template += " "
     assert data._cache_key() != key
 
@@ -130,8 +103,8 @@ def test_the_cache_follows_rows_tokenizer_and_format(tokenizer: Tokenizer, tmp_p
 def test_every_bad_row_is_listed_with_its_file_and_row(
     kind: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    make, row_format, row, wrong = KINDS[kind]
-    good, bad = row(1), row(1) | wrong
+    make, row_format, wrong = KINDS[kind]
+    good, bad = make_row(1), make_row(1) | wrong
     one = write_jsonl(tmp_path / "one.jsonl", [good, good, good, bad])
     two = write_jsonl(tmp_path / "two.jsonl", [bad] * 30)
     with pytest.raises(DataError) as caught:
@@ -146,15 +119,11 @@ def test_every_bad_row_is_listed_with_its_file_and_row(
 SOFT_HYPHEN = "\u00ad"  # its second byte is id 261, the tokenizer's last
 
 
-@pytest.mark.parametrize("is_chosen", [True, False])
-def test_either_side_of_a_pair_may_not_fit_a_model(tokenizer: Tokenizer, is_chosen: bool) -> None:
-    long, wide = "a" * 9, SOFT_HYPHEN
-    rows = [
-        {"chosen": "a", "rejected": "b"},
-        *({"chosen": x, "rejected": "b"} for x in (long, wide)),
-    ]
-    if not is_chosen:
-        rows = [{"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+@pytest.mark.parametrize(("side", "other"), [("chosen", "rejected"), ("rejected", "chosen")])
+def test_either_side_of_a_pair_may_not_fit_a_model(
+    tokenizer: Tokenizer, side: str, other: str
+) -> None:
+    rows = [{side: text, other: "b"} for text in ("a", "a" * 9, SOFT_HYPHEN)]
     data = PreferenceDataset(Dataset.from_list(rows), tokenizer, RowFormat())
     data.check_fits("m", num_embeddings=262, num_positions=10)  # 9 letters and the end
     with pytest.raises(DataError) as caught:
@@ -198,32 +167,23 @@ QUESTION = {"role": "user", "content": "u"}
 REPLY, WORSE = ({"role": "assistant", "content": text} for text in ("a", "no"))
 
 
-def prompt_ids(rows: Dataset, tokenizer: Tokenizer, index: int) -> list[int]:
-    return list(PromptDataset(rows, tokenizer, RowFormat("prompt"))[index].prompt_token_ids)
-
-
-def sft_ids(rows: Dataset, tokenizer: Tokenizer, index: int, **options: bool) -> list[int]:
-    form = RowFormat(input_key="prompt", output_key="answer", **options)
-    return SFTDataset(rows, tokenizer, form)[index].token_ids.tolist()
-
-
-def multiturn_ids(rows: Dataset, tokenizer: Tokenizer, index: int) -> list[int]:
-    return sft_ids(rows, tokenizer, index, multiturn=True)
-
-
-def pair_ids(rows: Dataset, tokenizer: Tokenizer, index: int) -> list[int]:
-    form = RowFormat(chosen_key="answer")
-    return PreferenceDataset(rows, tokenizer, form)[index].chosen_ids.tolist()
-
-
-READERS = {"prompts": prompt_ids, "sft": sft_ids, "multiturn": multiturn_ids, "pairs": pair_ids}
+ANSWERED = RowFormat(input_key="prompt", output_key="answer")
+READERS = {
+    "prompts": (PromptDataset, RowFormat("prompt")),
+    "sft": (SFTDataset, ANSWERED),
+    "multiturn": (SFTDataset, replace(ANSWERED, multiturn=True)),
+    "pairs": (PreferenceDataset, RowFormat(chosen_key="answer")),
+}
 Reader = Callable[[Dataset, Tokenizer, int], list[int]]
 
 
 @pytest.fixture(params=READERS)
 def read(request: pytest.FixtureRequest) -> Reader:
     """Token ids of a row as one kind of data set has them."""
-    return READERS[request.param]
+    kind, form = READERS[request.param]
+    return lambda rows, tokenizer, index: (
+        kind(rows, tokenizer, form)._example(index)[0][0][0].tolist()
+    )
 
 
 @pytest.fixture(params=[MARKED, UNMARKED], ids=["marked", "unmarked"])
