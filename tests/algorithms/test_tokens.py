@@ -1,13 +1,11 @@
 """Flat vectors, padded blocks and reductions over ragged samples."""
 
 import torch
-from hypothesis import strategies as st
 
 from openrlhf.algorithms import tokens
 
 COUNTS = torch.tensor([2, 0, 3])
 FLAT = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-ragged = st.lists(st.integers(0, 5), max_size=6).map(lambda counts: torch.tensor(counts).long())
 
 
 def test_padding_puts_each_sample_in_a_row_with_zeros_at_the_right():

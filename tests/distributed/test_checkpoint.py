@@ -14,9 +14,12 @@ import pytest
 import torch
 
 from openrlhf.cli import train_sft
+from openrlhf.config.common import CheckpointConfig
 from openrlhf.distributed import checkpoints, folders
 from openrlhf.distributed.checkpoints import (
     CheckpointStore,
+    DataFacts,
+    RunCheckpoints,
     random_state,
     set_random_state,
 )
@@ -147,6 +150,14 @@ def test_the_oldest_beyond_the_budget_go(
         store.commit(step, {})
     store.rotate()
     assert store.steps() == left
+
+
+def test_a_run_may_keep_models_alone(tmp_path: Path) -> None:
+    config = CheckpointConfig(path=str(tmp_path), save_hf=True, disable_ds=True, max_num=1)
+    checkpoints = RunCheckpoints(config, DataFacts("x", 1))
+    for step in (1, 2):
+        assert checkpoints.save(step, write=fill, export=fill, state={})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2_hf"]
 
 
 def test_a_save_needs_room_for_more_than_the_last_one(

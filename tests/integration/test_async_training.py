@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from openrlhf.cli import train_ppo_ray
-from openrlhf.errors import NumericsError
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.utils.tracking import read_metrics
@@ -101,32 +100,6 @@ def test_an_asynchronous_run_is_bounded_and_balanced(
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert any("eval/eval_odd_pass1" in record for record in records)
     assert sorted(trained_rows(tmp_path / "run")) == sorted([*range(11)] * 2)
-
-
-@pytest.mark.slow
-def test_a_run_that_was_ended_goes_on_with_what_was_pending(
-    ray_cluster: None,
-    given: dict,
-    trainers: list[PPOTrainerAsync],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def end() -> None:
-        raise NumericsError("ended by the test")
-
-    flags = FLAGS + "--num_episodes 3 --save_steps 3 --partial_rollout --async_queue_size 2"
-    given["ckpt_path"] = given["save_path"] / "ckpt"
-    with at_step(4, end), pytest.raises(SystemExit):
-        run(flags, **given)
-    steps = run(f"{flags} --load_checkpoint", **given)
-    ledger = trainers[-1].sampler.ledger
-    assert ledger.num_drawn == 33 and ledger.outcomes == {"trained": 33}
-    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    # What was finished goes on with the checkpoint, and is as old as it would have been.
-    assert "finished prompts of the checkpoint wait for their step" in capsys.readouterr().out
-    assert steps[3]["staleness_max"] > 0
-    assert steps[3].get("vllm_kl/stale_0", 0.0) < 1e-6
-    assert max(histogram(steps)) <= 2
-    assert sorted(trained_rows(given["save_path"])) == sorted([*range(11)] * 6)
 
 
 @contextmanager

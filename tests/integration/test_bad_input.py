@@ -82,13 +82,3 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
     assert code == 2
     assert len(errors) == 1
     assert message in errors[0]
-
-
-def test_all_problems_are_one_list(capsys: pytest.CaptureFixture[str], given: dict) -> None:
-    changes = {"pretrain": "/nowhere/model", "n_samples_per_prompt": "1", "label_key": "gold"}
-    code, errors = run(capsys, GOOD, **{**given, **changes})
-    assert code == 2
-    group, model, label = errors
-    assert "--n_samples_per_prompt is 1" in group
-    assert "--pretrain /nowhere/model does not exist" in model
-    assert "column 'gold' is not in the data set" in label

@@ -131,7 +131,7 @@ def test_supervised_training_saves_when_it_is_told_to_end(
     write_jsonl(tmp_path / "rows.jsonl", rows)
     run, root = tmp_path / "run", tmp_path / "ckpt"
     named = f"--pretrain {tiny_model_dir} --dataset {tmp_path}/rows.jsonl --ckpt_path {root}"
-    words = [*launched("sft", launcher), *f"{named} --save_path {run} {SFT_FLAGS}".split()]
+    words = [*launched("train_sft", launcher), *f"{named} --save_path {run} {SFT_FLAGS}".split()]
     with started(words, env=environment(), start_new_session=True) as process:
         wait_for_a_step(run, process, metric="gpt_loss")
         # deepspeed does not pass SIGTERM on

@@ -1,18 +1,24 @@
-"""Supervised commands start as their users start them, under deepspeed and torchrun with the flags
-that the documents give; what they learn shows on rows they never saw.
+"""Commands start as their users start them, under deepspeed and torchrun with the flags that the
+documents give: what they learn shows on rows they never saw, every rank does its share, and
+trackers hold the numbers of the log.
 """
 
 import json
 import math
 import os
 import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers
 
+from tests.distributed.spawn import run_ranks
 from tests.integration.commands import run_command
 from tests.integration.heads import free_ports
 from tests.tiny import make_model, write_jsonl
@@ -43,14 +49,11 @@ DOCUMENTED = {
 NUM_ROWS, NUM_STEPS = 256, 16
 
 
-def launched(method: str, template: str) -> list[str]:
+def launched(command: str, template: str) -> list[str]:
     """The words before the flags; launchers are those of the Python that runs the tests."""
     [port] = free_ports(1)
-    module = f"openrlhf.cli.train_{method}"
-    words = template.format(port=port, module=module, python=sys.executable).split()
-    if words[0] != sys.executable:
-        words[0] = str(Path(sys.executable).parent / words[0])
-    return words
+    launcher, *words = template.format(port=port, module=f"openrlhf.cli.{command}").split()
+    return [str(Path(sys.executable).parent / launcher), *words]
 
 
 def environment() -> dict[str, str]:
@@ -75,7 +78,8 @@ def test_a_command_as_it_is_documented_learns(tmp_path: Path, method: str) -> No
         f"--pretrain {tmp_path}/model --dataset {tmp_path}/rows.jsonl --save_path {run_dir} "
         f"--eval_dataset {tmp_path}/held_out.jsonl --eval_split train"
     )
-    words = [*launched(method, launcher), *names.split(), *flags.format(root=tmp_path).split()]
+    words = [*launched(f"train_{method}", launcher), *names.split()]
+    words += flags.format(root=tmp_path).split()
     words += [*EVERYWHERE.split(), "--input_template", "User: {}\nAssistant: "]
     assert "ranks       2 on" in run_command(*words, env=environment(), timeout=500)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -89,3 +93,84 @@ def test_a_command_as_it_is_documented_learns(tmp_path: Path, method: str) -> No
     )
     assert not any(info.values())
     assert model.dtype == torch.bfloat16
+
+
+TWO = "torchrun --nproc_per_node 2 --master_port {port} -m {module}"
+VLLM = "--eval_task generate_vllm --greedy_sampling --prompt_max_len 64 --max_num_seqs 4"
+NUM_PROMPTS = 160
+
+
+def kill_in_the_middle(words: list[str], parts: Path) -> int:
+    """Start, wait until both ranks left results, kill -9 all of them; answers how many there
+    were.
+    """
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    try:
+        while len(files := [p for p in parts.glob("*/rank*.jsonl") if p.stat().st_size]) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+    finally:
+        for each in (process, *psutil.Process(process.pid).children(recursive=True)):
+            each.send_signal(signal.SIGKILL)
+        process.wait()
+    return sum(len(path.read_text().splitlines()) - 1 for path in files)
+
+
+def test_killed_engines_go_on_where_they_stopped_and_two_answer_as_one(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    prompts = [{"input": f"prompt {i}"} for i in range(NUM_PROMPTS)]
+    rows = write_jsonl(tmp_path / "many.jsonl", prompts)
+    killed, straight = tmp_path / "killed.jsonl", tmp_path / "straight.jsonl"
+    flags = f"{VLLM} --pretrain {tmp_path}/model --dataset {rows} --max_new_tokens 64 --output_path"
+    parts = tmp_path / "killed.jsonl.parts"
+    two = [*flags.split(), str(killed)]
+    num_done = kill_in_the_middle([*launched("batch_inference", TWO), *two], parts)
+    assert 0 < num_done < NUM_PROMPTS and not killed.exists()
+    with next(parts.glob("*/rank0.jsonl")).open("a") as file:
+        file.write('\n[17, [{"input": "half a li')
+    said = run_command(*launched("batch_inference", TWO), *two, env=environment())
+    assert "going on with what is done" in said and said.count("160 rows written") == 1
+    one = ["-m", "openrlhf.cli.batch_inference", *flags.split(), straight]
+    run_command(*one, env=environment())
+    assert killed.read_text() == straight.read_text() and not parts.exists()
+
+
+METRICS = ("gpt_loss", "lr", "grad_norm")
+
+
+def train(folder: Path) -> None:
+    from openrlhf.cli.train_sft import main
+
+    words = (
+        f"--pretrain {folder}/model --dataset {folder}/rows.jsonl --output_key output "
+        f"--save_path {folder}/run --train_batch_size 4 --micro_train_batch_size 4 "
+        "--max_epochs 1 --learning_rate 1e-3 --use_tensorboard true --use_wandb true "
+        "--wandb_project tests"
+    )
+    main(words.split())
+
+
+def test_both_trackers_hold_the_numbers_of_the_log(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    make_model(tmp_path / "model")
+    rows = [{"input": f"{i}+{i}=", "output": str(2 * i)} for i in range(16)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    run_ranks(train, 1, tmp_path)
+    run_dir = tmp_path / "run"
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = list(range(1, 5))
+    assert [record["step"] for record in records] == steps
+
+    (folder,) = (run_dir / "tensorboard").iterdir()  # named as the run
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    [path] = (run_dir / "wandb").glob("offline-run-*/*.wandb")
+    kept = path.read_bytes()  # values are JSON within it
+    for name in METRICS:
+        expected = [record[name] for record in records]
+        assert all(json.dumps(value).encode() in kept for value in expected)
+        scalars = events.Scalars(name)
+        assert [event.step for event in scalars] == steps
+        assert [event.value for event in scalars] == pytest.approx(expected, rel=1e-6)

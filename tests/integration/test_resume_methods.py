@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.spawn import meet_elsewhere, run_ranks
+from tests.integration.commands import run_command
 from tests.integration.test_same_numbers import make_row
 from tests.stopped_runs import records, stopping_behind
 from tests.tiny import make_model, write_jsonl
@@ -153,33 +155,36 @@ def test_the_same_command_goes_on_exactly_after_a_kill(root: Path) -> None:
     assert kept == ["global_step20", "global_step24"]
 
 
-# Of a run of 6 steps: flags, and the folders that are left.
-RUNS = {
-    "--save_steps 2 --max_ckpt_num 2 --save_hf_ckpt": [
-        "global_step4",
-        "global_step4_hf",
-        "global_step6",
-        "global_step6_hf",
-    ],
-    "--save_steps 2 --save_hf_ckpt --disable_ds_ckpt": [
-        "global_step2_hf",
-        "global_step4_hf",
-        "global_step6_hf",
-    ],
-    "--save_steps 2 --max_ckpt_mem 1e-9": ["global_step6"],  # the newest stays, whatever its size
-}
+# Three starts of one run, on two ranks, on one and on two again: their ZeRO stages.
+CHAINS = {"sft_lora": (3, 2, 2), "dpo_lora": (1, 3, 2)}
+EVERY_STEP = "--logging_steps 1 --l2 0.1 --lora_dropout 0 --save_steps 2 --load_checkpoint"
 
 
-def run_everything(root: Path) -> list[list[str]]:
-    """Folders of runs in one process one after the other."""
-    found = []
-    for number, flags in enumerate(RUNS):
-        start(root, root / f"run{number}", "sft_lora", *flags.split())
-        found.append(sorted(path.name for path in (root / f"run{number}" / "ckpt").glob("*")))
-    return found
+def start_chain(number: int, root: Path) -> None:
+    """One start of every chain; the first two stop behind a checkpoint, unless run straight."""
+    for case, stages in CHAINS.items():
+        stage = f"{EVERY_STEP} --use_ds_universal_ckpt --zero_stage {stages[number]}".split()
+        if number == 0:
+            start(root, root / case / "straight", case, *stage)
+        with stopping_behind(2 * (number + 1)) if number < 2 else nullcontext():
+            start(root, root / case / "resumed", case, *stage)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_run_leaves_the_checkpoints_its_flags_ask_for(tmp_path: Path) -> None:
-    assert run_ranks(run_everything, 1, make_inputs(tmp_path)) == [list(RUNS.values())]
+def test_a_run_goes_from_two_ranks_to_one_and_back_with_the_same_losses(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    for number, size in enumerate((2, 1, 2)):
+        run_ranks(partial(start_chain, number), size, tmp_path)
+    script = Path(__file__).parents[2] / "examples" / "scripts" / "ckpt_ds_zero_to_universal.sh"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "CKPT_PATH": str(tmp_path / "dpo_lora/resumed/ckpt")}
+    said = run_command("bash", str(script), env=env)
+    assert "global_step6: --load_checkpoint --use_ds_universal_ckpt" in said
+    for case in CHAINS:
+        straight, resumed = (records(tmp_path / case / run) for run in ("straight", "resumed"))
+        steps, expected = ([r for r in run if "lr" in r] for run in (resumed, straight))
+        assert [r["step"] for r in steps] == [r["step"] for r in expected] == [1, 2, 3, 4, 5, 6]
+        loss = "gpt_loss" if case.startswith("sft") else "loss"
+        for name, tolerance in ((loss, 1e-6), ("lr", 1e-12), ("grad_norm", 1e-5)):
+            found, wanted = ([r[name] for r in run] for run in (steps, expected))
+            assert found == pytest.approx(wanted, rel=0, abs=tolerance), (case, name)

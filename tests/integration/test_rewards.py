@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli import train_ppo
-from openrlhf.trainer.ppo_trainer import PPOTrainer
 from tests.integration.commands import argv, steps_of
 from tests.rewards.servers import RewardServer, free_url
 from tests.tiny import make_reward_model
@@ -63,24 +62,6 @@ def test_a_reward_that_cannot_be_had_ends_the_run_before_it_trains(
     assert steps_of(tmp_path / "run") == []
 
 
-def test_a_prompt_without_reward_is_dropped_and_the_rest_is_trained_on(
-    values: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainers: list[PPOTrainer] = []
-    fit = PPOTrainer.fit
-    monkeypatch.setattr(PPOTrainer, "fit", lambda self: (trainers.append(self), fit(self)))
-    code = unruly_file(tmp_path, "os._exit(1)")
-    flags = (
-        f"{FLAGS}--reward_failure drop_group --reward_max_dropped 0.5 --num_episodes 2 "
-        "--reward_num_workers 2"
-    )
-    train_ppo.main(argv(flags, remote_rm_url=code, **values))
-    steps = steps_of(tmp_path / "run")
-    assert len(steps) == 4
-    assert sum(step["num_dropped_groups"] for step in steps) == 2  # one an episode
-    assert trainers[0].sampler.ledger.outcomes == {"trained": 20, "failed:reward": 2}
-
-
 def test_rewards_of_servers_train_the_policy(values: dict, tmp_path: Path) -> None:
     with ExitStack() as stack:
         good, other = (stack.enter_context(RewardServer()) for _ in range(2))
@@ -102,17 +83,3 @@ def test_a_reward_model_that_cannot_read_a_whole_sample_is_refused(
     exit_code, error = error_of(capsys, FLAGS, reward_pretrain=short, **values)
     assert exit_code == 2
     assert f"71 positions of the model {short}. Type --prompt_max_len 63" in error
-
-
-def test_several_reward_models_add_up_and_are_logged_one_by_one(
-    values: dict, reward_model_dir: Path, tmp_path: Path
-) -> None:
-    other = make_reward_model(tmp_path / "safe", seed=3)
-    flags = FLAGS + f"--reward_pretrain {reward_model_dir},{other} --reward_weights 1,0.5"
-    train_ppo.main(argv(flags, **values))
-    steps = steps_of(tmp_path / "run")
-    assert len(steps) == 2
-    for step in steps:
-        assert step["reward/reward"] != step["reward/safe"]
-        total = step["reward/reward"] + 0.5 * step["reward/safe"]
-        assert step["reward"] == pytest.approx(total, abs=1e-5)

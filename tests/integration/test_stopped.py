@@ -65,7 +65,7 @@ def test_a_stopped_rank_of_a_launcher_is_named_and_the_run_ends(
     words = f"--pretrain {tiny_model_dir} --dataset {tmp_path}/rows.jsonl "
     words += f"--save_path {tmp_path}/run {SFT_FLAGS} --rank_timeout_s 24"
     launcher = "torchrun --nproc_per_node 2 --master_port {port} -m {module}"
-    with started([*launched("sft", launcher), *words.split()], env=environment()) as process:
+    with started([*launched("train_sft", launcher), *words.split()], env=environment()) as process:
         wait_for_a_step(tmp_path / "run", process, metric="gpt_loss")
         family = psutil.Process(process.pid).children(recursive=True)
         [rank] = [p for p in family if p.environ().get("LOCAL_RANK") == "1"]
