@@ -15,7 +15,7 @@ from typing import Generic
 
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.cli import ConfigT, help_text, parse_config
-from openrlhf.config.local_paths import is_local_data, named_things, path_problems
+from openrlhf.config.local_paths import path_problems
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import OpenRLHFError
 from openrlhf.utils.snapshots import library_problems, with_snapshots
@@ -90,9 +90,7 @@ def run(command: Command[ConfigT], argv: Sequence[str]) -> None:
     from openrlhf.utils.progress import progress  # noqa: PLC0415 - as above
 
     quiet_frameworks()
-    parsed = parse_config(
-        command.config_class, argv, more_problems=start_problems, data_problems=data_problems
-    )
+    parsed = parse_config(command.config_class, argv, more_problems=start_problems)
     os.environ.update(parsed.environment)
     for secret in filter(None, parsed.environment.values()):
         sys.argv = [word.replace(secret, "***") for word in sys.argv]
@@ -125,16 +123,3 @@ def start_problems(config: CommandConfig) -> Iterator[str]:
     """Yield a line for each file and library that is missing here and now."""
     yield from library_problems(config)
     yield from path_problems(config)
-
-
-def data_problems(config: CommandConfig) -> list[str]:
-    """Return the problems of files and columns of the data sets that are on this machine."""
-    data = (names for _, opens, names in named_things(config) if opens == "data")
-    if not any(is_local_data(",".join(names)) for names in data):
-        return []
-    from openrlhf.utils.progress import progress  # noqa: PLC0415 - rich would slow --help
-
-    with progress("loading libraries", is_shown=Topology.from_env().is_main):
-        from openrlhf.datasets.command_data import column_problems  # noqa: PLC0415 - seconds
-
-    return column_problems(config)

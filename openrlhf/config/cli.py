@@ -70,19 +70,15 @@ def parse_config(
     argv: Sequence[str],
     *,
     more_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
-    data_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
 ) -> "Reading[ConfigT]":
     """Read a command line (without the program's name); raise ConfigError that lists every problem.
 
-    Those that `more_problems` finds are among them. Where flags are understood and something else
-    is wrong with them, those of `data_problems`, which takes seconds, are listed too.
+    Those that `more_problems` finds are among them.
     """
     reading = Reading(config_class)
     reading.take_all(argv)
     config = reading.config = reading.build()
     problems = [*reading.problems, *config.problems(), *more_problems(config)]
-    if problems and not reading.problems:
-        problems += data_problems(config)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     reading.notices += config.notices()
@@ -295,8 +291,6 @@ def describe(option: Option, source: str, raw: object, detail: Mapping[str, Any]
     """Return one line for a value that does not fit: what must be, what was seen, what to type."""
     bounds = detail.get("ctx", {})
     seen = " ".join(map(str, raw)) if isinstance(raw, tuple) else str(raw)
-    if detail["type"] == "value_error":  # of a rule beside the field
-        return f"{source} cannot be {seen}: {bounds['error']}."
     if option.forms:
         return f"{source} cannot be {seen}: it is not known. Type {option.forms}."
     for key in bounds.keys() & LIMITS.keys():

@@ -53,14 +53,6 @@ def reads_from(config: CommandConfig, folder: Path) -> bool:
     return any(path.resolve().is_relative_to(folder.resolve()) for path in paths if path)
 
 
-def is_local_data(spec: str | None) -> bool:
-    """Return True if all data sets of a comma list are on this machine."""
-    if spec is None or is_blank(spec):
-        return False
-    paths = [_path_of("data", name) for name in names_in("data", spec)]
-    return all(path is not None and os.path.exists(path) for path in paths)
-
-
 def looks_local(name: str) -> bool:
     """Return True if a name can only be that of a file or folder: no hub id is like it."""
     if name.startswith(("/", ".", "~")) or name.endswith((*DATA_SUFFIXES, ".py")):

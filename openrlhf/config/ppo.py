@@ -5,9 +5,9 @@ Field path = dotted flag; names after the help text are flat flags and what Hugg
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, field_validator
+from pydantic import field_validator
 
 from openrlhf.config.base import SCHEME, Base, Caution, is_blank, is_given, option, switch
 from openrlhf.config.common import (
@@ -40,24 +40,7 @@ IS_CORRECTION_TYPES = {
 # Words of OpenRLHF 0.11 for aggregations.
 LOSS_AGG_MODES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean"}
 # What people type for an estimator, by the method's name: only said, as one may be wrong.
-KNOWN_AS = {
-    "ppo": "gae",
-    "grpo": "group_norm",
-    "reinforce++": "reinforce",
-    "reinforce++_baseline": "reinforce_baseline",
-    "reinforce++-baseline": "reinforce_baseline",
-    "drgrpo": "dr_grpo",
-}
-
-
-def rising(value: tuple[float, float]) -> tuple[float, float]:
-    """Raise ValueError unless the first is smaller."""
-    if value[0] >= value[1]:
-        raise ValueError(f"the first must be smaller. Type {value[1]:g} {value[0]:g}")
-    return value
-
-
-Band = Annotated[tuple[float, float], AfterValidator(rising)]
+KNOWN_AS = {"ppo": "gae", "grpo": "group_norm"}
 
 
 class PlacementConfig(Base):
@@ -147,7 +130,9 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
     num_workers: int | None = option(
         None, "Such processes; unset: one a core, 4 to 16.", "reward_num_workers", ge=1
     )
-    clip_range: Band = option((-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range")
+    clip_range: tuple[float, float] = option(
+        (-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range"
+    )
 
     overlong_buffer_len: float | None = option(
         None, "Tokens at the end where a penalty grows (DAPO).", gt=0
@@ -257,7 +242,7 @@ class AdvantageConfig(Base):
     is_correction_gating: Literal["ratio", "binary_kl", "tv"] = option(
         "ratio", "What the band holds: the ratio trainer / engine, or a distance of the two."
     )
-    is_correction_threshold: Band = option(
+    is_correction_threshold: tuple[float, float] = option(
         (0.5, 5.0),
         "The band: HIGH, or LOW HIGH.",
         "vllm_is_truncated_threshold",
@@ -343,7 +328,7 @@ class AlgoConfig(Base):
         meanings={"actor.loss_agg_mode": LOSS_AGG_MODES},
     )
     dynamic_filtering_enable: bool = switch("Replace groups without a signal.", "dynamic_filtering")
-    dynamic_filtering_range: Band = option(
+    dynamic_filtering_range: tuple[float, float] = option(
         (0.0, 1.0), "Mean score of a group that is kept.", "dynamic_filtering_reward_range"
     )
 
@@ -480,11 +465,6 @@ class PPOConfig(RunConfig):
         return next(filter(None, named), self.actor.model_name_or_path)
 
     @property
-    def num_rollout_samples(self) -> int:
-        """Return the number of samples in a step."""
-        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
-
-    @property
     def engines_share_devices(self) -> bool:
         """Return True if models and engines take turns on the same devices."""
         return self.train.colocate_all and not self.train.async_enable
@@ -544,7 +524,7 @@ class PPOConfig(RunConfig):
     def _sample_problems(self) -> Iterator[str]:
         estimator, gamma = self.algo.advantage.estimator, self.algo.advantage.gamma
         prompts, group = self.rollout.batch_size, self.rollout.n_samples_per_prompt
-        batch_size, num_samples = self.train.batch_size, self.num_rollout_samples
+        batch_size, num_samples = self.train.batch_size, prompts * group
         if self.has_group_estimator and group == 1:
             yield (
                 f"--advantage_estimator {estimator} compares the samples of a prompt, and "

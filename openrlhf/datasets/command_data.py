@@ -1,7 +1,6 @@
 """The data sets that a command names, and how it reads their rows.
 
-Files and columns are checked here without a model or a tokenizer, so that what is wrong with them
-is said together with what is wrong elsewhere.
+Files and columns are checked without a model or a tokenizer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,9 +10,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from openrlhf.config.base import Base, CommandConfig, is_given
+from openrlhf.config.base import Base, is_given
 from openrlhf.config.common import TextDataConfig
-from openrlhf.config.local_paths import is_local_data
 from openrlhf.config.ppo import PPOConfig, PPODataConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import (
@@ -61,27 +59,6 @@ class DataSet:
     def tokenise(self, gathered: Gathered, rows: Dataset, tokenizer: Tokenizer) -> Any:
         """Return the data set of the rows, or None; note problems of rows."""
         return gathered.attempt(partial(self.kind, rows, tokenizer, self.form), about=self.about)
-
-
-def column_problems(config: CommandConfig) -> list[str]:
-    """Return the problems of files and columns of the data sets that are on this machine."""
-    gathered = Gathered()
-    for data_set in data_sets(config):
-        if is_local_data(data_set.spec):
-            data_set.read(gathered)
-    return list(dict.fromkeys(gathered.problems))
-
-
-def data_sets(config: CommandConfig) -> Iterator[DataSet]:
-    """Yield the data sets to train on or to answer, the evaluation data, the text of
-    --pretrain_data.
-    """
-    if isinstance(config, PPOConfig):
-        yield from ppo_data(config)
-    elif isinstance(config, SupervisedConfig):
-        yield from supervised_data(config)
-    elif isinstance(config, BatchInferenceConfig) and config.eval_task is not None:
-        yield inference_data(config)
 
 
 def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:

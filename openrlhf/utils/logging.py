@@ -261,9 +261,6 @@ def quiet_frameworks() -> None:
         os.environ.setdefault(name, value)
     for name in FALSE_ALARMS:
         logging.getLogger(name).addFilter(_is_no_false_alarm)
-    imported = sys.modules.get("transformers.utils.logging")
-    if imported is not None and os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1":
-        imported.disable_progress_bar()
 
 
 def _is_no_false_alarm(record: logging.LogRecord) -> bool:

@@ -29,9 +29,8 @@ _render_jinja: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = ca
 # Stand-ins for special tokens found in data while a template is rendered around them: private-use
 # characters.
 _FIRST_STAND_IN = 0xF0000
-_ANCHOR = (
-    "\n"  # never merges with what follows; takes the prefix space a tokenizer puts before text
-)
+# Never merges with what follows; takes the prefix space that a tokenizer puts before text.
+_ANCHOR = "\n"
 
 
 def load_tokenizer(

@@ -59,8 +59,6 @@ PPO_PROBLEMS = [
     ("--colocate_all_models --actor_num_gpus_per_node 8 --ref_num_gpus_per_node 4",
      "--ref_num_gpus_per_node 4 differs from --actor_num_gpus_per_node 8, and the two models share "
      "their GPUs. Type --ref_num_gpus_per_node 8."),
-    ("--reward_clip_range 10 -10",
-     "--reward_clip_range cannot be 10 -10: the first must be smaller. Type -10 10."),
     ("--max_len 512 --prompt_max_len 300 --generate_max_len 300",
      "--max_len 512 is less than --prompt_max_len 300 + --generate_max_len 300. Type --max_len "
      "600."),

