@@ -10,7 +10,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import DPOConfig, PRMConfig, SFTConfig
-from openrlhf.datasets.command_data import data_sets
+from openrlhf.datasets.command_data import inference_data, ppo_data, supervised_data
 from openrlhf.errors import Gathered
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import make_reward_model, write_jsonl
@@ -49,7 +49,11 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
     config_class, flags, *_ = CASES[name]
     data, gathered = write_jsonl(folder / "data.jsonl", [row]), Gathered()
     words = f"--pretrain {model} {flags.format(folder=folder)} {data} {more}"
-    data_set, *_ = data_sets(parse_config(config_class, words.split()).config)
+    config = parse_config(config_class, words.split()).config
+    if isinstance(config, BatchInferenceConfig):
+        data_set = inference_data(config)
+    else:
+        data_set, *_ = ppo_data(config) if config_class is PPOConfig else supervised_data(config)
     rows = data_set.read(gathered)
     samples = data_set.tokenise(gathered, rows, load_tokenizer(str(model)))
     ids = samples._example(0)[0][0][0].tolist()
