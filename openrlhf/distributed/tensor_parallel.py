@@ -48,7 +48,7 @@ def split_layers(model: nn.Module, hf_model: nn.Module, tp_size: int) -> None:
     auto_tp.set_tensor_parallel_config(tp_size, groups.get_tensor_model_parallel_group())
     auto_tp.update_linear_policies()
     auto_tp._replace_module(hf_model)
-    if getattr(getattr(model, "head", None), "can_be_split", False):
+    if not getattr(model, "reads_whole_head", True):
         _split_head(model, hf_model, auto_tp)
     if any(p.requires_grad for p in hf_model.parameters()):
         auto_tp.register_replicated_grad_hooks(hf_model)

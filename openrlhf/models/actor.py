@@ -37,11 +37,10 @@ class ChunkedHead(nn.Module):
 
     shard: VocabShard | None = None
 
-    def __init__(self, lm_head: nn.Module, config: PretrainedConfig, *, can_be_split: bool) -> None:
+    def __init__(self, lm_head: nn.Module, config: PretrainedConfig) -> None:
         super().__init__()
         self.weight = lm_head.weight
         self.register_parameter("bias", getattr(lm_head, "bias", None))
-        self.can_be_split = can_be_split
         self.scale, self.softcap = logit_transform(config)
 
     def forward(self, read: Callable[..., tuple[Tensor, ...]], *args: object) -> tuple[Tensor, ...]:
@@ -201,7 +200,7 @@ class Actor(PackedModel):
                 "leave lm_head out of the LoRA target modules, or use a causal language model."
             )
         config = causal_lm.config.get_text_config()
-        self.head = ChunkedHead(lm_head, config, can_be_split=not self.reads_whole_head)
+        self.head = ChunkedHead(lm_head, config)
 
     def forward(
         self, batch: PackedBatch, temperature: float = 1.0, with_entropy: bool = False

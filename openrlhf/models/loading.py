@@ -158,12 +158,12 @@ def read_model(
         "unexpected": {key for key in info["unexpected_keys"] if not re.match(ignored, key)},
         "of another shape": {key for key, *_ in info["mismatched_keys"]},
     }
-    if any(problems.values()):
-        texts = (
-            f"{len(k)} keys are {kind} ({', '.join(sorted(k)[:3])})"
-            for kind, k in problems.items()
-            if k
-        )
+    texts = [
+        f"{len(keys)} keys are {kind} ({', '.join(sorted(keys)[:3])})"
+        for kind, keys in problems.items()
+        if keys
+    ]
+    if texts:
         raise ConfigError(
             f"The weights at {path!r} do not fit the model: {'; '.join(texts)}. "
             "Give a complete checkpoint of this kind."
@@ -175,7 +175,12 @@ def read_model(
             module.support_avx512bf16_for_cpu = False
     own_memory(model)
     if command.ds.use_liger_kernel:
-        apply_liger(model)
+        from liger_kernel import transformers as liger  # noqa: PLC0415 - imports Triton
+
+        # Its loss kernels would replace the model's forward pass; the head here works in chunks.
+        liger._apply_liger_kernel_to_instance(
+            model=model, cross_entropy=False, fused_linear_cross_entropy=False
+        )
     return model
 
 
@@ -269,19 +274,6 @@ def _base_to_merge_into(path: str, command: CommandConfig) -> str | None:
     return base
 
 
-def apply_liger(model: PreTrainedModel) -> None:
-    """Put Liger's norms, rotary embeddings and gated MLPs under a loaded model.
-
-    Its loss kernels are left out: they replace the model's forward pass, and the head here already
-    works in chunks.
-    """
-    from liger_kernel import transformers as liger  # noqa: PLC0415 - imports Triton
-
-    liger._apply_liger_kernel_to_instance(
-        model=model, cross_entropy=False, fused_linear_cross_entropy=False
-    )
-
-
 @torch.no_grad()
 def check_own_logits(model: PreTrainedModel) -> None:
     """Raise ConfigError unless log-probs of packed or padded rows are those of the model's logits.
@@ -364,9 +356,9 @@ def _is_classifier(config: PretrainedConfig) -> bool:
     return any("SequenceClassification" in name for name in config.architectures or ())
 
 
-def init_value_head(head: nn.Linear, *, seed: int = 0) -> None:
+def init_value_head(head: nn.Linear) -> None:
     """Draw a fresh head with std 1 / (hidden + 1) from its own generator: equal on every rank."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     draw = torch.randn(head.weight.shape, generator=generator)
     with torch.no_grad():
         head.weight.copy_(draw / (head.weight.size(-1) + 1))

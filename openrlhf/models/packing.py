@@ -65,8 +65,26 @@ class PackedRow:
     def attention(
         self, q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, options: "ScoreOptions"
     ) -> Tensor:
-        """Return the attention over this row -> (T, h, D)."""
-        return row_attention(q_ThD, k_TkD, v_TkD, self, options)
+        """Return the attention over this row by the fastest exact kernel at hand -> (T, h, D).
+
+        Keys and values begin `num_earlier` tokens before the queries.
+        """
+        if not can_use_varlen(q_ThD, v_TkD, options):
+            return sdpa_row_attention(q_ThD, k_TkD, v_TkD, self, options)
+        window = -1 if options.sliding_window is None else options.sliding_window - 1
+        cu_keys, max_keys = self.key_boundaries
+        return varlen_attn(
+            q_ThD.contiguous(),
+            k_TkD.contiguous(),
+            v_TkD.contiguous(),
+            self.cu_seqlens,
+            cu_keys,
+            self.max_length,
+            max_keys,
+            scale=options.scale,
+            window_size=(window, 0),
+            enable_gqa=q_ThD.size(1) != k_TkD.size(1),
+        )
 
     def kwargs(self, attention: str) -> dict[str, Any]:
         """Return keywords that carry the row through a model to `PACKED_ATTENTION`, or to
@@ -154,35 +172,10 @@ def can_use_varlen(q_ThD: Tensor, v_TkD: Tensor, options: ScoreOptions) -> bool:
     )
 
 
-def row_attention(
-    q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, row: PackedRow, options: ScoreOptions
-) -> Tensor:
-    """Return the attention over one packed row by the fastest exact kernel at hand -> (T, h, D).
-
-    Keys and values begin `row.num_earlier` tokens before the queries.
-    """
-    if not can_use_varlen(q_ThD, v_TkD, options):
-        return sdpa_row_attention(q_ThD, k_TkD, v_TkD, row, options)
-    window = -1 if options.sliding_window is None else options.sliding_window - 1
-    cu_keys, max_keys = row.key_boundaries
-    return varlen_attn(
-        q_ThD.contiguous(),
-        k_TkD.contiguous(),
-        v_TkD.contiguous(),
-        row.cu_seqlens,
-        cu_keys,
-        row.max_length,
-        max_keys,
-        scale=options.scale,
-        window_size=(window, 0),
-        enable_gqa=q_ThD.size(1) != k_TkD.size(1),
-    )
-
-
 def sdpa_row_attention(
     q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, row: PackedRow, options: ScoreOptions
 ) -> Tensor:
-    """Compute `row_attention` by SDPA, one sequence after the other."""
+    """Return the attention over a row by SDPA, one sequence after the other."""
     first, *others = row.seq_lengths
     key_lengths = (first + row.num_earlier, *others)
     parts = zip(
@@ -230,7 +223,7 @@ class SharedRow(PackedRow):
         """Return the attention of the slice's tokens to all those before them -> (S, h, D)."""
         if self.own.context.mode == "ulysses":
             heads = [self.own.to_heads(x) for x in (q_ThD, k_TkD, v_TkD)]
-            return self.own.to_tokens(row_attention(*heads, self, options))
+            return self.own.to_tokens(super().attention(*heads, options))
         stride = min(self.own.context.head_stride, k_TkD.size(1))
         num_queries = q_ThD.size(1) // k_TkD.size(1) * stride
         groups = zip(
@@ -250,7 +243,7 @@ class SharedRow(PackedRow):
     ) -> Tensor:
         k_PkD, v_PkD = self.own.gather(kv_SkD).split(sizes, dim=-1)
         outputs = [
-            row_attention(q, k_PkD[seen], v_PkD[seen], row, options)
+            row.attention(q, k_PkD[seen], v_PkD[seen], options)
             for q, (seen, row) in zip(q_ShD.chunk(2), self.pieces, strict=True)
         ]
         return torch.cat(outputs)
@@ -300,16 +293,11 @@ class ReadStates:
             index_n = index_n.new_zeros(1)
         return cls(hidden_SH[index_n], aux_loss, own, here_n, len(positions_N))
 
-    @property
-    def is_empty(self) -> bool:
-        """Return True if this rank holds none of the places."""
-        return self.here_n is not None and not len(self.here_n)
-
     def select(self, x_N: Tensor) -> Tensor:
         """Return the part of (N, ...) that belongs to the states on this rank."""
         if self.here_n is None:
             return x_N
-        return x_N.new_zeros(1, *x_N.shape[1:]) if self.is_empty else x_N[self.here_n]
+        return x_N[self.here_n] if len(self.here_n) else x_N.new_zeros(1, *x_N.shape[1:])
 
     def spread(self, x_n: Tensor) -> Tensor:
         """Return the results of all places, (N, ...), on every rank; each keeps its gradient."""
@@ -319,9 +307,9 @@ class ReadStates:
 
     def total(self, x: Tensor) -> Tensor:
         """Sum over the ranks of a sum over the states."""
-        if self.own is None:
+        if self.own is None or self.here_n is None:
             return x
-        return self.own.total(x * 0.0 if self.is_empty else x)
+        return self.own.total(x if len(self.here_n) else x * 0.0)
 
 
 def packed_attention_forward(  # noqa: PLR0913 - the signature transformers calls

@@ -6,7 +6,7 @@ import torch
 from openrlhf.models import packing
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
-from openrlhf.models.packing import PACKED_ATTENTION, PackedRow, ScoreOptions, row_attention
+from openrlhf.models.packing import PACKED_ATTENTION, PackedRow, ScoreOptions
 from openrlhf.models.value_head import CriticModel
 from openrlhf.utils.packing import PackedBatch
 from tests.models.helpers import (
@@ -74,7 +74,7 @@ def test_the_variable_length_kernel_equals_grouped_attention(sliding_window, num
     fast = [x.requires_grad_() for x in (q, k, v)]
     assert packing.can_use_varlen(fast[0], fast[2], options)
     expected = packing.sdpa_row_attention(*exact, row, options)
-    output = row_attention(*fast, row, options)
+    output = row.attention(*fast, options)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
     weights = torch.randn(expected.shape, generator=generator, device="cuda", dtype=torch.double)
     grads = torch.autograd.grad((output.double() * weights).sum(), fast)

@@ -10,7 +10,6 @@ from openrlhf.models.packing import (
     PackedRow,
     ScoreOptions,
     chunk_of_row,
-    row_attention,
 )
 from openrlhf.utils.context_parallel import RowSlice
 
@@ -57,7 +56,7 @@ def test_row_attention_equals_a_loop_over_tokens(options, query_block, monkeypat
     lengths = (3, 12, 1, 11, 12, 2)
     q, k, v = random_qkv(sum(lengths))
     row = PackedRow.of_lengths(lengths, torch.device("cpu"))
-    output = row_attention(q, k, v, row, options)
+    output = row.attention(q, k, v, options)
     parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
     expected = torch.cat([naive_attention(*part, options) for part in parts])
     torch.testing.assert_close(output, expected)
@@ -76,9 +75,9 @@ def test_a_row_that_begins_inside_a_sequence_sees_the_keys_before_it(options, mo
     monkeypatch.setattr(packing, "QUERY_BLOCK", 4)
     q, k, v = random_qkv(21)
     whole = PackedRow.of_lengths((13, 8), torch.device("cpu"))
-    expected = row_attention(q, k, v, whole, options)[6:]
+    expected = whole.attention(q, k, v, options)[6:]
     part = PackedRow.of_lengths((7, 8), torch.device("cpu"), num_earlier=6)
-    output = row_attention(q[6:], k, v, part, options)
+    output = part.attention(q[6:], k, v, options)
     torch.testing.assert_close(output, expected)
     weights = torch.randn_like(output)
     expected_grads = torch.autograd.grad((expected * weights).sum(), (q, k, v))
