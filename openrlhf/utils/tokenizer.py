@@ -7,7 +7,9 @@ it does in a column of plain text, unless that is not trusted. Knows nothing of 
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as OverdueError
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -19,6 +21,7 @@ from openrlhf.config.local_paths import is_template_text
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.hub import looking_up
+from openrlhf.utils.threads import start_thread
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
@@ -26,6 +29,7 @@ Tokenizer: TypeAlias = PreTrainedTokenizerBase
 _render_jinja: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = cast(
     Any, render_jinja_template
 )
+RENDER_S = 20.0  # for one dialogue: templates come with models, which nobody has to trust
 # Stand-ins for special tokens found in data while a template is rendered around them: private-use
 # characters.
 _FIRST_STAND_IN = 0xF0000
@@ -141,15 +145,26 @@ def render_chat(
     import jinja2  # noqa: PLC0415 - transformers itself needs it for templates only
 
     template = chat_template_of(tokenizer)
+    render = partial(
+        _render_jinja,
+        [list(messages)],
+        tools=list(tools) if tools else None,
+        chat_template=template,
+        return_assistant_tokens_mask=wants_spans,
+        add_generation_prompt=add_generation_prompt,
+        **tokenizer.special_tokens_map,
+    )
+    # In a thread that is left behind when it takes too long: the command ends with the error.
+    rendered: Future[tuple[list[str], list[list[tuple[int, int]]]]] = Future()
     try:
-        texts, spans = _render_jinja(
-            [list(messages)],
-            tools=list(tools) if tools else None,
-            chat_template=template,
-            return_assistant_tokens_mask=wants_spans,
-            add_generation_prompt=add_generation_prompt,
-            **tokenizer.special_tokens_map,
-        )
+        _refuse_powers(template)
+        start_thread("template", lambda: rendered.set_result(render()), rendered.set_exception)
+        texts, spans = rendered.result(RENDER_S)
+    except OverdueError as error:
+        raise ConfigError(
+            f"the chat template takes longer than {RENDER_S:g} s to write one dialogue. "
+            "Give another one with --tokenizer_chat_template."
+        ) from error
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template does not parse: line {error.lineno}: {error}. Repair it, or give "
@@ -158,6 +173,17 @@ def render_chat(
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
         raise TemplateError(str(error) or type(error).__name__) from error
     return texts[0], [(start, end) for start, end in spans[0]] if wants_spans else []
+
+
+@lru_cache(maxsize=16)
+def _refuse_powers(template: str) -> None:
+    """Raise TemplateError for an operator that no dialogue needs and no time limit can stop."""
+    import jinja2  # noqa: PLC0415 - transformers itself needs it for templates only
+
+    if any(
+        kind == "operator" and text == "**" for _, kind, text in jinja2.Environment().lex(template)
+    ):
+        raise TemplateError("it has the operator **")
 
 
 class TextEncoder:

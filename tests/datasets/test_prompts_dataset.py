@@ -115,9 +115,18 @@ def test_rows_that_say_nothing_are_named(tokenizer, value, is_chat, message):
         prompts(tokenizer, [{"input": good}, {"input": value}], apply_chat_template=is_chat)
 
 
+def test_a_template_that_does_not_end_is_cut_off(tokenizer, monkeypatch):
+    monkeypatch.setattr("openrlhf.utils.tokenizer.RENDER_S", 0.2)
+    loops = "{% for i in range(99999) %}{% for i in range(200) %}"  # a second or two: no more
+    tokenizer.chat_template = loops + "{% endfor %}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"template takes longer than 0.2 s to write one dialo"):
+        prompts(tokenizer, [{"input": "x"}], apply_chat_template=True)
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
+        ("{{ 9 ** 9 ** 9 }}", r"it has the operator \*\*"),
         ("{% for i in range(10000000000) %}{% endfor %}", "Range too big"),
         ("{{ 'x' * 99999999999999 }}", "MemoryError"),
         ("{{ 1 / 0 }}", "division by zero"),

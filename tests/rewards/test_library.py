@@ -1,10 +1,6 @@
 """Verifiable rewards: what is right, what is not, and programs that do not behave."""
 
-import ctypes
 import os
-import socket
-import subprocess
-import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -319,54 +315,6 @@ def test_a_program_gets_its_input_and_nothing_of_this_environment(
     monkeypatch.setenv("CANARY", "secret")
     result = run_python("import os\nprint(input(), os.environ.get('CANARY'), os.listdir())", "hi")
     assert result.stdout == "hi None ['program.py']\n" and result.exit_code == 0
-
-
-SPY = """
-import glob
-for path in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline") + ["NOTE"]:
-    try:
-        print("CANARY" if b"very-secret" in open(path, "rb").read() else "", end="")
-    except OSError:
-        pass
-"""
-
-
-@pytest.mark.skipif(ctypes.CDLL(None).syscall(444, None, 0, 1) < 1, reason="no Landlock here")
-def test_a_program_cannot_read_keys_of_other_processes_nor_files(tmp_path: Path) -> None:
-    (tmp_path / ".netrc").write_text("very-secret")
-    program = SPY.replace("NOTE", str(tmp_path / ".netrc"))
-    lines = [
-        "from openrlhf.rewards.code_runner import passes_tests, run_python",
-        f"program = {program!r}",
-        "exec(program)  # the process that runs the program can read all three",
-        "print('', run_python(program), flush=True)",
-    ]
-    seen = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines), "very-secret"],
-        env=os.environ | {"WANDB_API_KEY": "very-secret"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert seen.stdout == "CANARYCANARYCANARY CodeResult(exit_code=0, stdout='', stderr='')\n"
-
-
-@pytest.mark.skipif(ctypes.CDLL(None).syscall(444, None, 0, 1) < 6, reason="no Landlock here")
-def test_a_program_can_neither_write_outside_connect_nor_end_others(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        program = f"""
-import os, socket
-for what in (
-    lambda: open({str(tmp_path / "new")!r}, "w"),
-    lambda: socket.create_connection({server.getsockname()!r}, 5),
-    lambda: os.kill({os.getpid()}, 0),
-    lambda: open({__file__!r}),
-):
-    try: what(); print("could")
-    except PermissionError: pass
-open("mine", "w").write("x"); open("/dev/null", "w").write("x"); print(open("mine").read())
-"""
-        assert run_python(program).stdout == "x\n"
 
 
 @pytest.mark.parametrize(

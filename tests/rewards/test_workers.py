@@ -1,8 +1,6 @@
 """A reward function in killable processes: limits hold, the pool heals, nothing is left over."""
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -142,21 +140,6 @@ def test_calls_run_at_the_same_time(make_pool: MakePool, tmp_path: Path) -> None
     assert rewards_of(pool, *[str(tmp_path / "seen")] * 3) == [3.0] * 3
 
 
-def test_async_functions_share_one_loop(make_pool: MakePool) -> None:
-    code = """
-        import asyncio
-        async def reward_func(queries, prompts, labels, responses):
-            loop = asyncio.get_running_loop()
-            assert getattr(reward_func, "loop", loop) is loop
-            reward_func.loop = loop
-            await asyncio.sleep(0.01)
-            return {"rewards": [float(text[1:]) for text in responses], "scores": [1] * 2}
-    """
-    pool = make_pool(code)
-    for _ in range(2):
-        assert rewards_of(pool, None, None) == [0.0, 1.0]
-
-
 TOO_LATE = "did not end in 0.4 s (--reward_timeout_s)"
 
 
@@ -222,20 +205,6 @@ def test_what_user_code_writes_to_open_descriptors_is_no_reward(
     time.sleep(0.5 if word == "late child" else 0)
     assert rewards_of(pool, 1, 2) == [1.0, 2.0]
     assert pids_of(pool) == [worker]
-
-
-@pytest.mark.timeout(60)
-def test_a_stopped_worker_does_not_keep_the_sender_of_a_large_batch_waiting(
-    make_pool: MakePool,
-) -> None:
-    pool = make_pool(timeout_s=0.5)
-    os.kill(pids_of(pool)[0], signal.SIGSTOP)
-    with pytest.raises(RewardError, match="did not end in"):
-        rewards_of(pool, "x" * 10**7)
-    assert rewards_of(pool, 1) == [1.0]
-    os.kill(pids_of(pool)[0], signal.SIGKILL)
-    time.sleep(0.2)
-    assert rewards_of(pool, 1) == [1.0]  # one killed between two calls is replaced unseen
 
 
 def test_an_exception_is_one_line_with_its_place_and_nonsense_names_its_sample(

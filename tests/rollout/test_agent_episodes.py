@@ -153,24 +153,6 @@ def test_agents_of_a_killed_driver_end_within_ten_seconds(tmp_path, tiny_model_d
     wait_until(lambda: not worker.is_running(), seconds=10)
 
 
-def test_an_executor_that_cannot_be_made_again_ends_the_run(tmp_path, tiny_tokenizer):
-    code = environment("time.sleep(3)") + (
-        "from pathlib import Path\n"
-        "class AgentExecutor(MultiTurnAgentExecutor):\n"
-        "    def __init__(self):\n"
-        "        made = Path(__file__).with_name('made')\n"
-        "        assert not made.exists(), 'only once'\n"
-        "        made.touch()\n"
-        "        super().__init__(AgentInstance)\n"
-    )
-    engine = StreamingEngine(says(tiny_tokenizer, "ok"))
-    runner = make_runner(write_agent(tmp_path, code), engine, tiny_tokenizer, step_timeout_s=0.3)
-    assert runner.act([request(tiny_tokenizer)])["e0"].kind == "blocked"
-    with pytest.raises(ConfigError, match="AssertionError: only once"):
-        runner.act([request(tiny_tokenizer, name="e1")])
-    runner.close()
-
-
 @pytest.mark.parametrize(
     ("answer", "kind", "message"),
     [

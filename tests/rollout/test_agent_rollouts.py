@@ -15,7 +15,6 @@ from openrlhf.errors import EngineError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.rollout.scoring import FailurePolicy
-from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics, penalised_rewards
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
@@ -28,7 +27,7 @@ from tests.rollout.agent_fakes import (
     says,
     settings,
 )
-from tests.rollout.stream_fakes import DrivenStream, fetch, until
+from tests.rollout.stream_fakes import DrivenStream, fetch
 
 
 def generate(
@@ -92,16 +91,6 @@ def test_groups_with_failures_are_dropped_and_counted_where_that_is_wished(
     assert values["num_dropped_groups"] == 1
 
 
-def test_failed_episodes_are_tried_again_where_that_is_wished(tmp_path, tiny_tokenizer):
-    policy = FailurePolicy(4, num_retries=1)
-    batch, _ = generate(tmp_path, tiny_tokenizer, ["ok", "shy"], num_samples=1, policy=policy)
-    assert [r.row_id for r in batch.rollouts] == [0, 1]
-    values = batch.metrics.values()
-    assert (values["agent/num_failed_exception"], values["num_reward_retries"]) == (1, 1)
-    with pytest.raises(AgentError, match=r"row 1: exception: .*bad at try 2"):
-        generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=1, policy=policy)
-
-
 def test_an_engine_that_fails_ends_the_run_whatever_code_and_policy(tmp_path, tiny_tokenizer):
     def say(request):
         raise EngineError("the engine is down")
@@ -126,24 +115,6 @@ def two_part_batch(tmp_path, tokenizer):
     """Group 0: two episodes of reward 0.5; group 1: two episodes of reward 1.5, in two parts."""
     batch, _ = generate(tmp_path, tokenizer, ["a", "two"], num_samples=2)
     return batch.rollouts
-
-
-def test_parts_of_an_episode_share_reward_and_episode(tmp_path, tiny_tokenizer):
-    rollouts = two_part_batch(tmp_path, tiny_tokenizer)
-    assert [r.sample_id for r in rollouts] == [
-        "step1/0/0",
-        "step1/0/1",
-        "step1/1/0",
-        "step1/1/0#1",
-        "step1/1/1",
-        "step1/1/1#1",
-    ]
-    assert [r.reward for r in rollouts] == [0.5, 0.5, 1.5, 1.5, 1.5, 1.5]
-    assert (rollouts[3].prompt_text, rollouts[3].response_text) == ("yo<|end|>??", "yo<|end|>")
-    experience = Experience.from_rollouts(rollouts)
-    assert experience.episodes == [[0], [1], [2, 3], [4, 5]]
-    assert experience.response_lengths.tolist() == [6, 6, 6, 6, 6, 6]
-    assert evaluation_metrics(rollouts, 2)["eval/response_length"] == 6
 
 
 def test_parts_of_an_episode_count_once_in_the_metrics(tmp_path, tiny_tokenizer):
@@ -263,13 +234,3 @@ def test_turns_carry_the_versions_of_their_tokens(tmp_path, tiny_tokenizer):
         submit(stream, tiny_tokenizer, ["a"])
         [group] = fetch(stream, 1)
         assert group.rollouts[0].weight_versions.tolist() == [4, 4, 4, 4, 5, 5]
-
-
-def test_closing_cuts_off_what_runs(tmp_path, tiny_tokenizer):
-    engine = StreamingEngine(says(tiny_tokenizer, "y" * 2000), token_s=0.01)
-    with streaming(tmp_path, tiny_tokenizer, [engine], num_samples=2) as stream:
-        submit(stream, tiny_tokenizer, ["a", "b", "c"])  # four run, two wait for room
-        until(lambda: len(engine.requests) == 4)
-        stream.close()
-        until(lambda: len(engine.aborted) == 4)
-    assert len(engine.requests) == 4

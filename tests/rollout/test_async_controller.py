@@ -53,16 +53,6 @@ def test_no_more_is_started_than_the_steps_in_time_have_places_for():
     assert sorted(core.running) == [(0, 2), (0, 3), (0, 4), (0, 5)]
 
 
-def test_a_filtered_or_failed_group_frees_its_place_at_once():
-    core, rows = AsyncController(LIMITS), list(range(20))
-    admit_all(core, rows)
-    core.finish((0, 1), "filtered:no signal")
-    core.finish((0, 2), "failed:reward")
-    admit_all(core, rows)
-    assert sorted(core.running) == [(0, 0), (0, 3), (0, 4), (0, 5)]
-    assert core.ledger.outcomes == {"filtered:no signal": 1, "failed:reward": 1}
-
-
 def test_a_slow_group_holds_the_others_up_only_when_it_is_due():
     core, rows = AsyncController(PARTIAL), list(range(20))
     admit_all(core, rows)
@@ -75,36 +65,6 @@ def test_a_slow_group_holds_the_others_up_only_when_it_is_due():
     assert len(core.ready) == 3 and not core.is_ready  # rows 0 and 3 are due in this step
     core.finish((0, 0))
     assert train(core) == [3, 0]
-
-
-def test_weights_wait_for_what_runs_unless_groups_go_on():
-    for keeps_running in (False, True):
-        limits = replace(LIMITS, keeps_running=keeps_running)
-        core, rows = AsyncController(limits), list(range(20))
-        admit_all(core, rows)
-        for row in (0, 1):
-            core.finish((0, row))
-        core.take()
-        core.begin_sync()
-        assert core.may_sync is keeps_running
-        for row in (2, 3):
-            core.finish((0, row))
-        assert core.may_sync
-        assert core.may_admit() is False  # every place in time is spoken for
-        core.update()
-        assert core.may_admit()
-
-
-def test_the_last_step_takes_what_is_left_and_no_step_before_it_is_short():
-    core, rows = AsyncController(PARTIAL), list(range(3))
-    admit_all(core, rows)
-    core.finish((0, 2))
-    assert not core.is_ready  # two more may come
-    core.finish((0, 0))
-    assert train(core) == [2, 0]
-    core.finish((0, 1))
-    assert train(core) == [1]
-    assert core.is_over and core.ledger.outcomes == {"trained": 3}
 
 
 def test_finished_groups_of_a_checkpoint_keep_their_deadlines():

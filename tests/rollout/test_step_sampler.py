@@ -162,18 +162,6 @@ def test_without_a_filter_a_step_is_one_draw():
     assert sampler.ledger.outcomes == {"trained": 2, "failed:reward": 1}
 
 
-def test_a_step_may_be_generated_in_several_calls():
-    sampler, _, open_stream, asked = make(7, 5, lambda row: [0.0, 1.0], failed_rows=(3,))
-    sampler.num_at_once = 2
-    samples = collect(sampler, open_stream, "step1")
-    assert asked == [("step1", [0, 1]), ("step1", [2, 3]), ("step1", [4])]
-    found = [(r.row_id, r.group_id) for r in samples.rollouts[::2]]
-    assert found == [(0, 0), (1, 1), (2, 2), (4, 4)]
-    assert samples.failed == {3: "no reward"}
-    sampler.settle({r.group_id for r in samples.rollouts})
-    assert sampler.ledger.outcomes == {"trained": 4, "failed:reward": 1}
-
-
 FILTERED = GroupFilter(max_empty=1000)
 
 
@@ -201,33 +189,12 @@ def test_failures_are_held_against_the_whole_step_whatever_makes_it(group_filter
     )
 
 
-def test_a_prompt_that_fails_twice_in_a_step_counts_twice():
-    sampler, _, open_stream, _ = make(
-        2,
-        3,
-        lambda row: [0.0, 0.0],
-        group_filter=FILTERED,
-        failed_rows=(0,),
-        episodes=2,
-    )
-    sampler.policy = FailurePolicy(3, drops=True, max_dropped=0.5)
-    with pytest.raises(RewardError, match=r"2 prompt\(s\) got no rewards"):
-        collect(sampler, open_stream, "step1")
-
-
 def test_a_constant_reward_ends_the_run_and_says_why():
     group_filter = GroupFilter(max_empty=10)
     sampler, _, open_stream, asked = make(100, 2, lambda row: [1.0, 1.0], group_filter=group_filter)
     with pytest.raises(RewardError, match=r"10 batches in a row .*: pass rate 0 %"):
         collect(sampler, open_stream, "step1")
     assert len(asked) == 10
-
-
-def test_a_group_that_never_reached_the_update_is_found():
-    sampler, _, open_stream, _ = make(3, 3, lambda row: [0.0, 1.0])
-    samples = collect(sampler, open_stream, "step1")
-    with pytest.raises(AssertionError, match="never trained on"):
-        sampler.settle({samples.rollouts[0].group_id})
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,7 +1,6 @@
 """Prompts go in one by one, scored groups come out as they are finished, none is lost."""
 
 import math
-import re
 import threading
 from collections.abc import Callable, Sequence
 
@@ -127,54 +126,6 @@ def test_models_that_share_devices_with_training_score_before_it_or_after():
         fetch(stream, 1)
         assert events == ["trained", "scored"]
         events.clear()
-    stream.close()
-
-
-def test_a_stream_says_who_works_and_for_how_long():
-    engines = [HeldEngine() for _ in range(6)]
-    source = HeldSource(is_held=True)
-    stream = open_stream(engines, source)
-    assert stream.describe() == ""
-    submit(stream, range(7))
-    said = r"6 engine\(s\) work; engine \d has [24] samples, none finished for \d s"
-    assert re.fullmatch(said, stream.describe())
-    for engine in engines:
-        for name in list(engine.asked):
-            engine.answer(name)
-    until(lambda: stream.describe() == "7 prompts wait for their rewards")
-    stream.close()
-
-
-def test_models_score_what_has_come_since_their_last_forward():
-    gate: list[Callable[[], None]] = []
-    sizes: list[int] = []
-
-    class Forward:
-        def __call__(self, experience):
-            sizes.append(len(experience.num_actions))
-
-            def wait():
-                until(lambda: gate)
-                gate.pop()
-                return torch.arange(float(sizes[-1]))
-
-            return wait
-
-    engine = HeldEngine()
-    stream = open_stream([engine], ModelScorer({"m": Forward()}, is_streaming=True))
-    submit(stream, range(4))
-    engine.answer("t/0")
-    until(lambda: sizes == [2])
-    for row in (1, 2, 3):
-        engine.answer(f"t/{row}")
-    gate.append(lambda: None)
-    fetch(stream, 1)
-    until(lambda: len(sizes) == 2)
-    gate.append(lambda: None)
-    while stream.num_running:
-        gate.append(lambda: None)
-        stream.finished(0.2)
-    assert sum(sizes) == 8 and len(sizes) <= 3  # one forward for many, not one for each
     stream.close()
 
 

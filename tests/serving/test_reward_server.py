@@ -24,12 +24,11 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardModel
-from openrlhf.serving.reward_server import Batcher, read_token, serve_rewards
+from openrlhf.serving.reward_server import Batcher, read_token
 from openrlhf.utils.packing import PackedBatch
 from tests.serving.served import JSON, serving, unharmed, wait_until
 from tests.source import ROOT
@@ -288,13 +287,6 @@ def test_what_cannot_be_served_is_said_before_anything_listens(reward_dir, tiny_
         assert "Address already in use" in refused("--reward_pretrain", name, "--port", port)
 
 
-def test_an_attention_that_is_not_here_is_refused_before_a_model_is_looked_for():
-    words = ["--reward_pretrain", "org/none", "--attn_implementation", "flash_atention_2"]
-    config = parse_config(ServeRewardConfig, words).config
-    with pytest.raises(ConfigError, match=r"flash_atention_2 is not known\. Type one of auto,"):
-        serve_rewards(config)
-
-
 HEAD = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 GOOD = b'{"query": ["good"]}'
 TOKEN = "secret-token-of-32-characters-xx"
@@ -319,40 +311,23 @@ class Marker:
         return (open, ("unpickled", "w"))
 
 
-def deep(depth):
-    return b'{"query": ' + b"[" * depth + b"]" * depth + b"}"
-
-
 def body_with_ids(*ids):
     return json.dumps({"query": ["a"] * len(ids), "ids": ids}).encode()
 
 
 BODIES = {
-    "no body": (b"", 400, "body"),
     "not JSON": (b"query=hello", 400, "body"),
     "pickle": (pickle.dumps(Marker()), 400, "body"),
-    "a list": (b'["a"]', 400, "body"),
     "no query": (b'{"prompts": ["a"]}', 400, "query"),
     "a text": (b'{"query": "hello"}', 422, "query"),
     "null within": (b'{"query": ["a", null]}', 422, "query[1]"),
-    "a pair": (b'{"query": [["a", "b"]]}', 422, "query[0]"),
     "an empty text": (b'{"query": ["a", ""]}', 422, "query[1]"),
     "too many characters": (json.dumps({"query": ["a" * 1_000_001]}).encode(), 413, "query[0]"),
     "too many texts": (json.dumps({"query": ["a"] * 100_000}).encode(), 413, "query"),
-    "100000 deep": (deep(100_000), 400, "body"),
     "unknown field": (b'{"query": ["a"], "prompt": ["b"]}', 422, "prompt"),
     "half a character": (b'{"query": ["a", "b\\ud800"]}', 400, "body"),
-    "bad UTF-8": (b'{"query": ["\xff"]}', 400, "body"),
     "labels too few": (b'{"query": ["a", "b"], "labels": [1]}', 422, "labels"),
-    "ids over all floats": (b'{"query": ["a", "b"], "ids": [1, 1e999]}', 422, "ids[1]"),
     "ids over 256 characters": (body_with_ids("a" * 256, "a" * 257), 422, "ids[1]"),
-    "an id of 5000 digits": (b'{"query": ["a"], "ids": [' + b"7" * 5000 + b"]}", 400, "body"),
-    "ids of lists": (body_with_ids(["a"]), 422, "ids[0]"),
-    "an unknown field of a megabyte": (
-        json.dumps({"query": [], "x" * 10**6: 1}).encode(),
-        422,
-        "x" * 64,
-    ),
     "another model": (b'{"query": ["a"], "model": "gpt"}', 404, "model"),
 }
 
@@ -384,16 +359,9 @@ def test_what_looks_bad_but_is_text_is_scored(guarded):
     assert guarded.rewards() == []
 
 
-@pytest.mark.parametrize(
-    ("headers", "status", "field"),
-    [
-        ({"content_type": "text/plain"}, 415, "content-type"),
-        ({"content_type": "application/x-www-form-urlencoded"}, 415, "content-type"),
-    ],
-)
-def test_bad_headers_are_refused_by_name(guarded, headers, status, field):
-    answer = guarded.ask(GOOD, **headers)
-    assert (answer.status_code, answer.json()["field"]) == (status, field)
+def test_another_type_of_content_is_refused(guarded):
+    answer = guarded.ask(GOOD, content_type="text/plain")
+    assert (answer.status_code, answer.json()["field"]) == (415, "content-type")
 
 
 def test_a_body_that_would_unpack_to_much_is_not_unpacked(guarded):
