@@ -3,9 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.prompts_dataset import PromptDataset
-from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
 from tests.utils.test_tokenizer import BOS, bos_tokenizer
@@ -84,19 +82,6 @@ def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, colum
     assert dataset.notices == [f"'{column}' read as messages, with the chat template"]
     with pytest.raises(DataError, match="row 1: NoneType instead of text or a message list"):
         prompts(tokenizer, rows)
-
-
-def test_numbers_of_a_csv_file_are_labels_as_they_stand(tokenizer, tmp_path):
-    (tmp_path / "sums.csv").write_text("input,answer\n1+0=,1\n5/2=,2.50\n2+2=,4\n")
-    rows = load_rows(str(tmp_path / "sums.csv"))
-    dataset = PromptDataset(rows, tokenizer, RowFormat(label_key="answer"))
-    assert [dataset[i].label for i in range(3)] == ["1", "2.50", "4"]
-    form = RowFormat(output_key="answer", input_template=None)
-    learnt = SFTDataset(rows, tokenizer, form)
-    assert tokenizer.decode(learnt[1].token_ids) == "5/2=2.50<|end|>"
-    (tmp_path / "sums.csv").write_text("input,answer\n1+0=,1\n5/2=,\n")
-    with pytest.raises(DataError, match="csv: row 2: 'answer' is missing"):
-        PromptDataset(load_rows(str(tmp_path / "sums.csv")), tokenizer, dataset._format)
 
 
 @pytest.mark.parametrize(

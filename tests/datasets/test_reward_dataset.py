@@ -183,12 +183,6 @@ def test_a_row_has_a_prompt_a_response_and_a_label(tokenizer, labels):
     assert [dataset[i].is_desirable for i in (0, 1)] == [True, False]
 
 
-def test_a_whole_dialogue_is_judged_by_its_last_message(tokenizer):
-    row = {"input": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    example = answers(tokenizer, [row | {"label": 0}], apply_chat_template=True)[0]
-    assert tokenizer.decode(example.token_ids[example.prompt_length :]) == "a<|end|>"
-
-
 @pytest.mark.parametrize("label", [2, 0.5, float("nan"), None, "yes"])
 def test_labels_other_than_1_and_0_are_named(tokenizer, label):
     good = {int: 1, str: "1"}.get(type(label), 1.0)

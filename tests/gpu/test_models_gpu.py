@@ -10,7 +10,7 @@ from openrlhf.models.packing import PACKED_ATTENTION, PackedRow, ScoreOptions
 from openrlhf.models.value_head import CriticModel
 from openrlhf.utils.packing import PackedBatch
 from tests.models.helpers import (
-    OVERRIDES,
+    FAMILIES,
     command,
     dense_logprobs,
     eager_model,
@@ -40,7 +40,7 @@ def exact_fp32_products():
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-@pytest.mark.parametrize("architecture", sorted(OVERRIDES))
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_packed_fp32_on_cuda_equals_one_sequence_at_a_time(architecture, tmp_path):
     path = tiny_model(tmp_path, architecture)
     actor, reference = load_actor(path, torch.float32), eager_model(path).cuda()

@@ -12,23 +12,18 @@ from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.utils.packing import PackedBatch
 from tests.tiny import make_model
 
+FAMILIES = ("gemma", "gemma2", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 # Small windows, so that the short sequences of tests reach past them.
 OVERRIDES = {
-    "qwen2": {"hidden_size": 32},
-    "qwen3": {"hidden_size": 32},
-    "llama": {"hidden_size": 32},
-    "mistral": {"hidden_size": 32, "sliding_window": 7},
-    "gemma": {"hidden_size": 32},
-    "gemma2": {"hidden_size": 32, "sliding_window": 9, "final_logit_softcapping": 2.0},
-    "gpt_neox": {"hidden_size": 32},
-    "mixtral": {"hidden_size": 32},
+    "mistral": {"sliding_window": 7},
+    "gemma2": {"sliding_window": 9, "final_logit_softcapping": 2.0},
 }
 
 
 def tiny_model(path: Path, architecture: str, **overrides: object) -> Path:
     """A tiny model of the family, with weights large enough to give real attention."""
-    options = {**OVERRIDES[architecture], "initializer_range": 0.2, **overrides}
-    return make_model(path / architecture, architecture, **options)
+    options = {"hidden_size": 32, "initializer_range": 0.2, **OVERRIDES.get(architecture, {})}
+    return make_model(path / architecture, architecture, **options | overrides)
 
 
 def command(**ds: object) -> SimpleNamespace:

@@ -10,7 +10,7 @@ from openrlhf.models.actor import Actor, load_balancing_losses
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.packing import PackedBatch, is_padded
 from tests.models.helpers import (
-    OVERRIDES,
+    FAMILIES,
     dense_logprobs,
     eager_model,
     full_batch,
@@ -47,7 +47,7 @@ def assert_equals_dense(actor, reference, lengths, *, temperature=0.7):
         torch.testing.assert_close(actual[name], grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("architecture", sorted(OVERRIDES))
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_packed_equals_one_sequence_at_a_time_in_every_family(architecture, tmp_path):
     path = tiny_model(tmp_path, architecture)
     actor = load_actor(path)
