@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from typing_extensions import Self
-
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import TemplateError, TextEncoder, chat_template_of, render_chat
 
@@ -50,12 +48,6 @@ class Rendered:
     text: str
     spans: tuple[Span, ...] = ()
     is_cut: bool = False  # no EOS stands behind it: it did not come to its end, or holds its own
-
-    @classmethod
-    def of(cls, prompt: str, response: str, *, is_cut: bool = False) -> Self:
-        """Return a prompt with its response, which is learnt."""
-        text = prompt + response
-        return cls(text, ((len(prompt), len(text)),), is_cut)
 
     @property
     def pieces(self) -> list[tuple[str, bool]]:

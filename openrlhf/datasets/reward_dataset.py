@@ -75,7 +75,7 @@ class PreferenceDataset(TokenizedDataset):
         return found
 
     def _settle(self) -> None:
-        form, names = self._format, self.find_columns(self._format, self._rows)
+        form, names = self._format, self._columns
         prompt = names[0] if len(names) > 2 else None
         is_chat = self._uses_chat_template(names)
         if prompt and not form.prompt_key and not is_chat and self._is_in_answers(names):

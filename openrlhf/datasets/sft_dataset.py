@@ -86,7 +86,7 @@ class SFTDataset(TokenizedDataset):
 
     def _settle(self) -> None:
         form, rows = self._format, self._rows
-        self.input_column, self.output_column = self.find_columns(form, rows)
+        self.input_column, self.output_column = self._columns
         is_text = _is_whole_text(form, (self.input_column, self.output_column), rows)
         if is_text:
             self.flags = f"{form.text_flag} and --max_len"

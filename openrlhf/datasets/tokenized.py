@@ -44,7 +44,6 @@ from openrlhf.utils import tokenizer as tokenizer_module
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
 PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text")
-IMAGE_COLUMNS = ("image", "images")
 TEXT_COLUMNS = ("text", "input", "prompt")  # to be learnt as a whole
 PARALLEL_ROWS = 10_000  # fewer are tokenised before processes have started
 MAX_PROCESSES = 16
@@ -228,7 +227,7 @@ class TokenizedDataset(ABC):
             self.notices.append(Caution(f"--input_template {template!r} is not used for {how}"))
         names = " and ".join(f"'{column}'" for column in columns if column is not None)
         self.notices.insert(0, f"{names} read as {how}")
-        for name in set(IMAGE_COLUMNS) & set(self._rows.column_names):
+        for name in {"image", "images"} & set(self._rows.column_names):
             told = f"column '{name}' is not read: models that see images cannot be trained yet"
             self.notices.append(Caution(told))
 
@@ -273,11 +272,13 @@ class TokenizedDataset(ABC):
         prompt = self._prompt_text(row, prompt_column) if prompt_column else ""
         _, middle, end = frame_of(encoder)
         is_rendered = prompt_column is not None and self._is_rendered(row, prompt_column)
-        if not (is_rendered and middle.strip() and middle in prompt):
-            return Rendered.of(prompt, encoder.plain(answer), is_cut=is_cut)
-        end = "" if is_cut else end
-        has_end = bool(end.strip()) and encoder.says_nothing(end)
-        return Rendered.of(prompt, encoder.hide(answer) + end, is_cut=is_cut or has_end)
+        if is_rendered and middle.strip() and middle in prompt:
+            end = "" if is_cut else end
+            text = prompt + encoder.hide(answer) + end
+            is_cut = is_cut or (bool(end.strip()) and encoder.says_nothing(end))
+        else:
+            text = prompt + encoder.plain(answer)
+        return Rendered(text, ((len(prompt), len(text)),), is_cut)
 
     def _response(self, row: Row, column: str) -> Any:
         """Return a response without the EOS spelled at its end, which is put there anyway; raise

@@ -172,7 +172,10 @@ class PackedModel(nn.Module):
             aux_loss = load_balancing_losses(router, batch.seq_lengths, top_k=self.top_k)
         if own is None:
             return ReadStates(hidden_TH.index_select(0, positions_N), aux_loss)
-        return ReadStates.of_slice(own, hidden_TH, positions_N, aux_loss)
+        here_n, index_n = own.find(positions_N)
+        if not len(index_n):
+            index_n = index_n.new_zeros(1)
+        return ReadStates(hidden_TH[index_n], aux_loss, own, here_n, len(positions_N))
 
     def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
         """Recompute each layer's activations in the backward pass."""

@@ -283,16 +283,6 @@ class ReadStates:
     here_n: Tensor | None = None  # which of the N places are here
     num_places: int = 0
 
-    @classmethod
-    def of_slice(
-        cls, own: RowSlice, hidden_SH: Tensor, positions_N: Tensor, aux_loss: Tensor | None
-    ) -> "ReadStates":
-        """Read the row positions that the slice holds."""
-        here_n, index_n = own.find(positions_N)
-        if not len(index_n):
-            index_n = index_n.new_zeros(1)
-        return cls(hidden_SH[index_n], aux_loss, own, here_n, len(positions_N))
-
     def select(self, x_N: Tensor) -> Tensor:
         """Return the part of (N, ...) that belongs to the states on this rank."""
         if self.here_n is None:
