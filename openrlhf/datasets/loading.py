@@ -31,7 +31,6 @@ from datasets.exceptions import DatasetGenerationError, DatasetsError
 from openrlhf.config.base import DATA_SUFFIXES
 from openrlhf.config.local_paths import looks_local
 from openrlhf.errors import ConfigError, DataError, Gathered, first_line
-from openrlhf.utils.hub import looking_up
 from openrlhf.utils.progress import are_drawn
 
 T = TypeVar("T")
@@ -281,10 +280,9 @@ def _from_hub(name: str, split: str) -> Dataset:
     """Return a hub data set `name` or `name@subset`: a configuration, or a folder of data files."""
     repository, _, subset = name.partition("@")
     try:
-        with looking_up("data set", name):
-            if subset and subset not in datasets.get_dataset_config_names(repository):
-                return datasets.load_dataset(repository, data_dir=subset, split=split)
-            return datasets.load_dataset(repository, subset or None, split=split)
+        if subset and subset not in datasets.get_dataset_config_names(repository):
+            return datasets.load_dataset(repository, data_dir=subset, split=split)
+        return datasets.load_dataset(repository, subset or None, split=split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else None
         raise ConfigError(

@@ -28,7 +28,6 @@ from openrlhf.models.adapters import SCALE_FIELDS, merge_adapter_into, would_run
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.support import OWN_ATTENTION, padding_note
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
-from openrlhf.utils.hub import looking_up
 from openrlhf.utils.logging import say_notices
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
@@ -65,10 +64,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     if looks_local(path) and not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigError(f"Model path {path!r} holds no config.json. {remedy}")
     try:
-        with looking_up("model", path):
-            return transformers.AutoConfig.from_pretrained(
-                path, trust_remote_code=trust_remote_code
-            )
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)} {remedy}") from error
 
@@ -140,7 +136,7 @@ def read_model(
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # keys are checked instead of printed
     try:
-        with looking_up("model", path), progress(f"loading {Path(path).name}"):
+        with progress(f"loading {Path(path).name}"):
             model, info = auto_class.from_pretrained(
                 path, config=config, output_loading_info=True, **more
             )

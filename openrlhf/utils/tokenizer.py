@@ -20,7 +20,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from openrlhf.config.local_paths import is_template_text
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import base_of_adapter
-from openrlhf.utils.hub import looking_up
 from openrlhf.utils.threads import start_thread
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
@@ -51,10 +50,9 @@ def load_tokenizer(
     """
     name_or_path = _folder_with_tokenizer(name_or_path)
     try:
-        with looking_up("model", name_or_path):  # whose config may be missing as well: one line
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                name_or_path, trust_remote_code=trust_remote_code
-            )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            name_or_path, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         problem = f"cannot be loaded: {first_line(error)} Give a folder with tokenizer files, or a "
         problem += "hub name that can be reached."

@@ -102,7 +102,7 @@ def test_a_folder_without_a_tokenizer_is_not_taken_for_an_empty_one(tmp_path):
 
 
 def test_a_missing_folder_is_named_with_a_remedy(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere is neither here nor in .* Type the path of"):
+    with pytest.raises(ConfigError, match=r"nowhere cannot be loaded: .* Give a folder with"):
         load_tokenizer(str(tmp_path / "nowhere"))
 
 
