@@ -171,7 +171,6 @@ def normalise(values_N: Tensor, *, subtract_only: bool = False) -> Tensor:
 class AdvantageEstimator:
     """Description of an advantage estimator; made by `estimator`."""
 
-    name: str
     shape: Callable[[Tensor, Tensor], Tensor]  # (rewards_B, group_ids_B) -> (B,)
     needs_critic: bool = False
     is_normalised: bool = False  # over all action tokens of the rollout batch
@@ -197,7 +196,7 @@ class AdvantageEstimator:
         Samples without actions have no part in the baseline of their group; parts of an episode,
         which share a reward, count in it once.
         """
-        assert not self.needs_critic or values_N is not None, f"{self.name} needs values"
+        assert self.needs_critic == (values_N is not None), "values come from a critic"
         has_actions_B = num_actions_B > 0
         num_actions_B = num_actions_B[has_actions_B]
         episode_ids_B = None if episode_ids_B is None else episode_ids_B[has_actions_B]
@@ -218,7 +217,7 @@ class AdvantageEstimator:
         self, rewards_N: Tensor, values_N: Tensor | None, num_actions_B: Tensor
     ) -> tuple[Tensor, Tensor]:
         rewards_BA = pad_flat(rewards_N, num_actions_B)
-        if not self.needs_critic or values_N is None:
+        if values_N is None:
             returns_N = unpad(discounted_sums(rewards_BA, self.gamma), num_actions_B)
             return returns_N, returns_N
         values_BA = pad_flat(values_N.float(), num_actions_B)
@@ -227,16 +226,13 @@ class AdvantageEstimator:
 
 
 ESTIMATORS = {
-    estimator.name: estimator
-    for estimator in (
-        AdvantageEstimator("gae", unshaped, needs_critic=True, is_normalised=True),
-        AdvantageEstimator("reinforce", unshaped, is_normalised=True),
-        AdvantageEstimator("flash_reinforce", batch_centred),
-        AdvantageEstimator("rloo", rloo),
-        AdvantageEstimator("reinforce_baseline", group_centred, is_normalised=True),
-        AdvantageEstimator("group_norm", group_standardised),
-        AdvantageEstimator("dr_grpo", group_centred),
-    )
+    "gae": AdvantageEstimator(unshaped, needs_critic=True, is_normalised=True),
+    "reinforce": AdvantageEstimator(unshaped, is_normalised=True),
+    "flash_reinforce": AdvantageEstimator(batch_centred),
+    "rloo": AdvantageEstimator(rloo),
+    "reinforce_baseline": AdvantageEstimator(group_centred, is_normalised=True),
+    "group_norm": AdvantageEstimator(group_standardised),
+    "dr_grpo": AdvantageEstimator(group_centred),
 }
 
 

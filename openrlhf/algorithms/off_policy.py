@@ -100,11 +100,6 @@ def token_divergence(engine_logprobs_N: Tensor, trainer_logprobs_N: Tensor, kind
     return p_N * (p_N / q_N).log() + (1 - p_N) * ((1 - p_N) / (1 - q_N)).log()
 
 
-def token_ratio(trainer_logprobs_N: Tensor, engine_logprobs_N: Tensor) -> Tensor:
-    """Return how many times as likely each token is for the trainer as for the engine, (N,)."""
-    return exp_of_log_ratio((trainer_logprobs_N.float() - engine_logprobs_N.float()).detach())
-
-
 def _at_level(values_N: Tensor, num_actions_B: Tensor, level: str) -> Tensor:
     if level == "token":
         return values_N

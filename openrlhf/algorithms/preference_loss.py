@@ -22,43 +22,27 @@ MAX_MEAN_LOGPROB = -1e-6  # odds of a sure response would be infinite
 
 @dataclass(frozen=True)
 class PairLogps:
-    """Sums of log-probs over the responses of pairs; both references or none."""
+    """Log-probs of the responses of pairs: a row of chosen and a row of rejected ones, (2, B)."""
 
-    chosen_B: Tensor
-    rejected_B: Tensor
-    chosen_lengths_B: Tensor  # target tokens of the responses
-    rejected_lengths_B: Tensor
-    ref_chosen_B: Tensor | None = None
-    ref_rejected_B: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        assert (self.ref_chosen_B is None) == (self.ref_rejected_B is None), "half a reference"
-        given = [value for value in vars(self).values() if value is not None]
-        assert all(value.shape == self.chosen_B.shape for value in given), "one number per pair"
+    sums_2B: Tensor  # over the tokens of a response
+    lengths_2B: Tensor  # target tokens
+    ref_sums_2B: Tensor | None = None
 
     @property
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Return log pi of chosen and rejected, (B,) fp32."""
-        return self.chosen_B.float(), self.rejected_B.float()
+    def means(self) -> Tensor:
+        """Return log pi / |y|, (2, B) fp32."""
+        return self.per_token(self.sums_2B.float())
 
     @property
-    def means(self) -> tuple[Tensor, Tensor]:
-        """Return log pi / |y|, (B,) fp32."""
-        return self.per_token(*self.sums)
+    def ratios(self) -> Tensor:
+        """Return r = log pi - log ref, (2, B) fp32."""
+        assert self.ref_sums_2B is not None and self.ref_sums_2B.shape == self.sums_2B.shape
+        return self.sums_2B.float() - self.ref_sums_2B.float()
 
-    @property
-    def ratios(self) -> tuple[Tensor, Tensor]:
-        """Return r = log pi - log ref, (B,) fp32."""
-        assert self.ref_chosen_B is not None and self.ref_rejected_B is not None
-        chosen_B, rejected_B = self.sums
-        return chosen_B - self.ref_chosen_B.float(), rejected_B - self.ref_rejected_B.float()
-
-    def per_token(self, chosen_B: Tensor, rejected_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return numbers of the two responses, each divided by its length (an empty one counts as
-        1).
-        """
-        lengths = self.chosen_lengths_B.clamp(min=1), self.rejected_lengths_B.clamp(min=1)
-        return chosen_B / lengths[0], rejected_B / lengths[1]
+    def per_token(self, values_2B: Tensor) -> Tensor:
+        """Return numbers of responses divided by their lengths (an empty one counts as 1)."""
+        assert values_2B.shape == self.lengths_2B.shape, "one number per response"
+        return values_2B / self.lengths_2B.clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -79,7 +63,7 @@ class PreferenceTerms(NamedTuple):
     rejected_reward_B: Tensor
 
 
-Terms = tuple[Tensor, tuple[Tensor, Tensor]]  # losses_B, rewards of chosen and rejected before beta
+Terms = tuple[Tensor, Tensor]  # losses_B, rewards of chosen and rejected before beta (2, B)
 
 
 def dpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
@@ -98,7 +82,7 @@ def ipo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
     IPO, arXiv 2310.12036.
     """
     ratios = pairs.ratios
-    chosen_B, rejected_B = pairs.per_token(*ratios) if options.ipo_length_average else ratios
+    chosen_B, rejected_B = pairs.per_token(ratios) if options.ipo_length_average else ratios
     return (chosen_B - rejected_B - 1 / (2 * options.beta)).square(), ratios
 
 
@@ -172,7 +156,7 @@ def cpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
     Rewards are beta log pi. The likelihood term is taken per token, so that a long response does
     not drown the preference. CPO, arXiv 2401.08417.
     """
-    sums = pairs.sums
+    sums = pairs.sums_2B.float()
     return -F.logsigmoid(options.beta * (sums[0] - sums[1])) - pairs.means[0], sums
 
 
@@ -182,15 +166,15 @@ def orpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
     log P = log pi / |y|, beta the paper's lambda. Rewards are beta log odds. ORPO, arXiv
     2403.07691.
     """
-    chosen_B, rejected_B = pairs.means
-    odds = _log_odds(chosen_B), _log_odds(rejected_B)
-    return -chosen_B - options.beta * F.logsigmoid(odds[0] - odds[1]), odds
+    means = pairs.means
+    odds = _log_odds(means)
+    return -means[0] - options.beta * F.logsigmoid(odds[0] - odds[1]), odds
 
 
-def _log_odds(logprob_B: Tensor) -> Tensor:
+def _log_odds(logprobs: Tensor) -> Tensor:
     """Return log(p / (1 - p)) from log p."""
-    logprob_B = logprob_B.clamp(max=MAX_MEAN_LOGPROB)
-    return logprob_B - torch.log(-torch.expm1(logprob_B))
+    logprobs = logprobs.clamp(max=MAX_MEAN_LOGPROB)
+    return logprobs - torch.log(-torch.expm1(logprobs))
 
 
 PREFERENCE_LOSSES: dict[str, Callable[[PairLogps, PreferenceOptions], Terms]] = {

@@ -35,7 +35,6 @@ from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.progress import progress
 
 STATE = "state.json"
-SPACE_FACTOR = 1.2  # room to have before a save, in sizes of the last one
 GIB = 1024**3
 MAX_FAILED_SAVES = 3  # in a row
 EXPORT_TRIES = 40  # at the end of a run
@@ -102,19 +101,11 @@ class CheckpointStore:
 
     def stage(self, step: int) -> tuple[Path, Path, Path]:
         """Return folders to write what is kept of a step; that of the states exists. Nothing counts
-        before it is sealed. Raise CheckpointError if the disk has no room for one like the last.
+        before it is sealed.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
-        needed = sum(int(SPACE_FACTOR * self.num_bytes(last)) for last in self.steps()[-1:])
-        free = shutil.disk_usage(self.root).free
-        if free < needed:
-            raise CheckpointError(
-                f"{self.root} has {free / GIB:.2f} GB free, a checkpoint needs "
-                f"{needed / GIB:.2f} GB. Make room, or lower --max_ckpt_num."
-            )
         self.discard(step)
         staged = self.folders(step, prefix=folders.TEMPORARY)
-        staged[0].mkdir()
+        staged[0].mkdir(parents=True)
         return staged
 
     def commit(self, step: int, state: Mapping[str, object] | None) -> None:

@@ -50,9 +50,7 @@ def import_deepspeed() -> ModuleType:
     return deepspeed
 
 
-def init_process_group(
-    topology: Topology, *, rank_timeout_s: float = RANK_TIMEOUT_S
-) -> torch.device:
+def init_process_group(topology: Topology, *, rank_timeout_s: float) -> torch.device:
     """Join the world (NCCL on CUDA, gloo on CPU) and return this rank's device; a second call only
     returns it. A collective fails after three times `rank_timeout_s`.
     """
@@ -147,12 +145,12 @@ def all_gather_object(thing: Thing, *, group: dist.ProcessGroup | None = None) -
     return gathered
 
 
-def broadcast_object(thing: Thing, *, source: int = 0) -> Thing:
-    """Return the object of the source rank; what other ranks pass is ignored."""
+def broadcast_object(thing: Thing) -> Thing:
+    """Return the object of the main rank; what other ranks pass is ignored."""
     if world_size() == 1:
         return thing
     box = [thing]
-    dist.broadcast_object_list(box, src=source)
+    dist.broadcast_object_list(box)
     return box[0]
 
 

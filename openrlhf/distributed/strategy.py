@@ -8,7 +8,6 @@ contradictions to flags named.
 """
 
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ from openrlhf.errors import ConfigError
 from openrlhf.utils.context_parallel import ContextGroup
 from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Gradients that travel at once; buckets are allocated, so small models get smaller ones.
@@ -106,7 +103,12 @@ class DeepSpeedStrategy:
 
     def setup(self) -> None:
         """Seed everything, join the process group, take the device."""
-        set_seed(self.seed, full_determinism=self.full_determinism)
+        from transformers import trainer_utils  # noqa: PLC0415 - it is at home in models
+
+        if self.full_determinism:  # flash attention sums in order, other such kernels are refused
+            trainer_utils.enable_full_determinism(self.seed)
+        else:
+            trainer_utils.set_seed(self.seed)
         self.device = collectives.init_process_group(
             self.topology, rank_timeout_s=self.rank_timeout_s
         )
@@ -129,8 +131,6 @@ class DeepSpeedStrategy:
         """Wrap a model for training; `num_updates` is the exact horizon of the learning rate."""
         facts = self._made_ready(model, is_trained=True)
         stage = effective_stage(self.ds, facts)
-        if stage != self.ds.zero_stage:
-            logger.info("ZeRO stage %d runs as stage %d here.", self.ds.zero_stage, stage)
         config = training_config(self.ds, optim, facts)
         self._split_layers(model)
         optimizer = make_optimizer(model, optim, is_cuda=self.device.type == "cuda")
@@ -163,7 +163,9 @@ class DeepSpeedStrategy:
         self._split_layers(model)
         if self.topology.tp_size > 1 or (self.ds.zero_stage < 3 and not offload):
             return EvalEngine(model.to(self.device, dtype=facts.dtype), self.device)
-        config = inference_config(self.ds, facts, offload=offload)
+        config = _common(self.ds.model_copy(update={"adam_offload": False}), facts, 3)
+        if offload:
+            config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
         split(model, config, dtype=facts.dtype, device=self.device)
         engine, *_ = collectives.import_deepspeed().initialize(
             model=model, config=config, dist_init_required=False
@@ -226,18 +228,6 @@ def split(
     torch.cuda.empty_cache()
 
 
-def set_seed(seed: int, *, full_determinism: bool = False) -> None:
-    """Seed Python, NumPy and torch; `full_determinism` also refuses nondeterministic kernels, and
-    has those of flash attention sum in a fixed order.
-    """
-    from transformers import trainer_utils  # noqa: PLC0415 - it is at home in models
-
-    if full_determinism:
-        trainer_utils.enable_full_determinism(seed)
-    else:
-        trainer_utils.set_seed(seed)
-
-
 def is_quantized(model: nn.Module) -> bool:
     """Return True if the Hugging Face model inside was loaded in 4 bits."""
     return getattr(base_model_of(hf_model_of(model)), "is_quantized", False) is True
@@ -263,27 +253,15 @@ def training_config(
     return config
 
 
-def inference_config(
-    ds: DeepSpeedConfig, facts: ModelFacts, *, offload: bool = False
-) -> dict[str, object]:
-    """Return the DeepSpeed configuration of a frozen model under ZeRO-3; `offload` keeps its
-    weights in CPU memory.
-    """
-    config = _common(ds.model_copy(update={"adam_offload": False}), facts, 3)
-    if offload:
-        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
-    return config
-
-
 def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
     """Return the stage DeepSpeed runs: the same mathematics as `ds.zero_stage`, at the least cost.
 
     On one rank nothing can be partitioned, and fp32 weights need no master copy: stages 1 and 2 are
     stage 0. In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum micro-batches in
-    fp32 and check them.
+    fp32 and check them. Nor does it clip gradients of split layers as a whole elsewhere.
     """
     needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile or ds.config is not None
-    if facts.dtype != torch.float32:
+    if facts.dtype != torch.float32 or ds.tensor_parallel_size > 1:
         return max(2, ds.zero_stage)
     is_alone = facts.num_copies == 1 and ds.zero_stage < 3
     return 0 if is_alone and not needs_zero else ds.zero_stage

@@ -5,13 +5,11 @@ A family's own plan in transformers says which layers are split and how. A polic
 by rows unless it is tied to the embeddings. Embeddings, norms and all other heads stay whole.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from openrlhf.algorithms.tokens import VocabShard
 
@@ -70,11 +68,6 @@ def _split_head(model: nn.Module, hf_model: nn.Module, auto_tp: "AutoTP") -> Non
     model.head.shard = VocabShard(auto_tp.mp_group, first)
 
 
-def is_split(parameter: Tensor) -> bool:
-    """Return True if this rank holds a part of a parameter that AutoTP split."""
-    return getattr(parameter, "tensor_model_parallel", False)
-
-
 @contextmanager
 def whole_layers(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Make the layers of these parameters whole on every rank during the block.
@@ -83,7 +76,7 @@ def whole_layers(parameters: Iterable[Tensor]) -> Iterator[None]:
     """
     layers: dict[int, TensorParallel_Layer] = {}
     for parameter in parameters:
-        if is_split(parameter):
+        if getattr(parameter, "tensor_model_parallel", False):  # AutoTP split it
             layer = parameter.gather_params.__self__
             layers[id(layer)] = layer
     parts = [(p, p.data) for layer in layers.values() for p in layer.parameters(recurse=False)]
@@ -94,17 +87,3 @@ def whole_layers(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for parameter, part in parts:
             parameter.data = part
-
-
-def total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the norm of the gradients of a model, (), whose layers may be split."""
-    parts = [p.grad for p in parameters if is_split(p)]
-    if not parts:
-        return get_total_norm([p.grad for p in parameters])
-    from deepspeed.utils import groups  # noqa: PLC0415 - after DS_ACCELERATOR is set
-
-    square = get_total_norm(parts).square()
-    dist.all_reduce(square, group=groups.get_tensor_model_parallel_group())
-    return (
-        square + get_total_norm([p.grad for p in parameters if not is_split(p)]).square()
-    ).sqrt()

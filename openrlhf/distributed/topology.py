@@ -35,13 +35,7 @@ class Topology:
         assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
 
     @classmethod
-    def from_env(
-        cls,
-        *,
-        cp_size: int = 1,
-        tp_size: int = 1,
-        local_rank: int = -1,
-    ) -> "Topology":
+    def from_env(cls, *, cp_size: int = 1, tp_size: int = 1, local_rank: int = -1) -> "Topology":
         """Read what torchrun, deepspeed or Ray set; a process without a launcher is a world of one.
 
         `local_rank` is the launcher's argument and wins over the environment unless it is -1.

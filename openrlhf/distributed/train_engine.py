@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.config.common import OptimizerConfig
 from openrlhf.distributed import collectives, folders
 from openrlhf.distributed.collectives import import_deepspeed
-from openrlhf.distributed.tensor_parallel import total_norm
 from openrlhf.distributed.weights import LAYER
 from openrlhf.errors import CheckpointError, NumericsError, first_line
 
@@ -189,14 +188,6 @@ class TrainEngine:
         """The model's forward pass."""
         return self.engine(*args, **kwargs)
 
-    def train(self) -> None:
-        """Put the model in training mode."""
-        self.engine.train()
-
-    def eval(self) -> None:
-        """Put the model in evaluation mode."""
-        self.engine.eval()
-
     def backward(self, loss: Tensor, *, is_last_micro_batch: bool) -> None:
         """Accumulate the gradient of one micro-batch; the last one of a step sums the ranks."""
         self.engine.set_gradient_accumulation_boundary(is_last_micro_batch)
@@ -297,10 +288,7 @@ class TrainEngine:
         return float(self.engine.get_global_grad_norm())
 
     def _plain_step(self) -> float:
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = total_norm(parameters)
-        clip_grads_with_norm_(parameters, self._max_norm, norm)
-        grad_norm = norm.item()
+        grad_norm = clip_grad_norm_(self.module.parameters(), self._max_norm).item()
         if math.isfinite(grad_norm):
             self.engine.step()
         else:

@@ -202,7 +202,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     def train_step(self, rows: Sequence[int]) -> Metrics:
         """Do one optimizer step over a global batch; return this rank's metrics."""
         start = time.monotonic()
-        self.engine.train()
+        self.engine.module.train()
         parts = list(self.own_batches(self.samples, rows, self._lengths))
         denominators: dict[str, float] = {}
         for part, batch in parts:
@@ -229,7 +229,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     def evaluate(self) -> dict[str, float]:
         """Return metrics over the whole evaluation set, all ranks together."""
         assert self.eval_samples is not None, "there is no evaluation set"
-        self.engine.eval()
+        self.engine.module.eval()
         lengths, metrics = self.eval_samples.lengths.tolist(), Metrics()
         with progress("evaluating", len(lengths), is_shown=self.strategy.is_main) as advance:
             for rows in self.eval_batches(len(lengths)):

@@ -77,10 +77,11 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         stats: TokenStats = self.engine(batch.packed)
         lengths = batch.packed.num_targets
         pairs = PairLogps(
-            *by_side(segment_sum(stats.logprobs, lengths)),
-            *by_side(lengths),
-            *((None, None) if ref_sums is None else by_side(ref_sums)),
+            by_side(segment_sum(stats.logprobs, lengths)),
+            by_side(lengths),
+            None if ref_sums is None else by_side(ref_sums),
         )
+        chosen_B, rejected_B = pairs.sums_2B
         terms = preference_loss(self.loss_type, pairs, self.options)
         metrics = Metrics()
         means = {
@@ -88,15 +89,15 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
             "chosen_reward": terms.chosen_reward_B,
             "reject_reward": terms.rejected_reward_B,
             "acc": terms.chosen_reward_B > terms.rejected_reward_B,
-            "chosen_logps": pairs.chosen_B,
-            "reject_logps": pairs.rejected_B,
+            "chosen_logps": chosen_B,
+            "reject_logps": rejected_B,
         }
         add_means(metrics, means)
         halves_S = lengths.new_full(lengths.shape, 0.5, dtype=terms.losses_B.dtype)
         loss_sum = self.add_router_loss(terms.losses_B.sum(), stats.aux_loss, halves_S, metrics)
         loss = loss_sum / denominators["num_pairs"]
         if self.nll_coef:
-            nll_sum, num_tokens = -pairs.chosen_B.sum(), int(pairs.chosen_lengths_B.sum())
+            nll_sum, num_tokens = -chosen_B.sum(), int(pairs.lengths_2B[0].sum())
             metrics.add("nll_loss", nll_sum.item() / max(num_tokens, 1), weight=num_tokens)
             loss = loss + self.nll_coef * nll_sum / max(denominators["num_chosen_tokens"], 1.0)
         return loss, metrics

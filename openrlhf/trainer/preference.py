@@ -84,9 +84,9 @@ def pack_pairs(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
     return PreferenceBatch.of(pairs, PackedBatch.from_sequences(token_ids, masks), margins)
 
 
-def by_side(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(2B,) values of all sequences -> (B,) of the chosen and (B,) of the rejected sides."""
-    return values[0::2], values[1::2]
+def by_side(values: Tensor) -> Tensor:
+    """(2B,) values of all sequences -> (2, B): a row of the chosen and one of the rejected side."""
+    return values.view(-1, 2).t()
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         """Return mean and standard deviation of the scores of both sides of all pairs, over all
         ranks.
         """
-        self.engine.eval()
+        self.engine.module.eval()
         sums = {"total": 0.0, "squares": 0.0}
         lengths = samples.lengths.tolist()
         for rows, batch in self.own_batches(samples, range(len(lengths)), lengths):

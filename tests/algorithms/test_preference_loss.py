@@ -23,16 +23,8 @@ RIGHT, WRONG, EQUAL = log(4 / 3), log(4), log(2)  # -log of these sigmoids
 
 
 def make_pairs(sums, *, reference=REFERENCE, lengths=(2, 4)):
-    size = len(sums[0])
-    references = {} if reference is None else {"ref_chosen_B": reference[0]}
-    references |= {} if reference is None else {"ref_rejected_B": reference[1]}
-    return PairLogps(
-        sums[0],
-        sums[1],
-        torch.full((size,), lengths[0]),
-        torch.full((size,), lengths[1]),
-        **references,
-    )
+    lengths_2B = torch.tensor(lengths).unsqueeze(-1).expand(sums.shape)
+    return PairLogps(sums, lengths_2B, reference)
 
 
 def losses_of(name, pairs, **options):

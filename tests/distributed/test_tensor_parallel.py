@@ -136,7 +136,7 @@ def test_two_parts_of_the_layers_are_the_whole_layers(folder: Path, alone: dict)
             assert_same(each, alone[name], (name, stage))
             assert each["numel"] < alone[name]["numel"]
             assert each["has_split_head"] == (name not in ("llama", "critic"))  # tied; a value
-        assert [found["qwen2", stage]["stage"] for stage in (0, 2)] == [0, 0]  # no copies to split
+        assert [found["qwen2", stage]["stage"] for stage in (0, 2)] == [2, 2]  # which clips
 
 
 def test_families_that_autotp_cannot_split_are_refused_by_name() -> None:

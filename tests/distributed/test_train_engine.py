@@ -210,6 +210,15 @@ def test_ranks_that_cannot_be_divided_are_refused(monkeypatch: pytest.MonkeyPatc
         DeepSpeedStrategy(DeepSpeedConfig(zero_stage=3, zpg=2))
 
 
+def test_full_determinism_is_switched_on_with_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(transformers.trainer_utils, "enable_full_determinism", seeds.append)
+    DeepSpeedStrategy(DeepSpeedConfig(), seed=6).setup()
+    assert round(torch.rand(1).item(), 4) == 0.5722 and not seeds
+    DeepSpeedStrategy(DeepSpeedConfig(), seed=7, full_determinism=True).setup()
+    assert seeds == [7]
+
+
 STAGES = (0, 3)
 
 

@@ -187,7 +187,7 @@ class TrainedWorker(ModelWorker):
         metrics.
         """
         metrics = Metrics()
-        self.engine.train()  # gradient checkpointing works in training mode only
+        self.engine.module.train()  # gradient checkpointing works in training mode only
         num_done = 0
         with self.working(f"updating the {self.title}") as advance:
             for place, step in enumerate(steps):
@@ -201,7 +201,7 @@ class TrainedWorker(ModelWorker):
                 metrics.add(f"{self.prefix}_grad_norm", self.engine.step())
                 self.after_step()
                 metrics.add(f"{self.prefix}_lr", self.engine.lr, reduction="max")
-        self.engine.eval()
+        self.engine.module.eval()
         return metrics
 
     def _cut(self, step: UpdateStep) -> list[tuple[Callable[..., Tensor], list[int]]]:

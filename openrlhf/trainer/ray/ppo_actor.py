@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from openrlhf.algorithms.kl import kl_per_token, with_reverse_kl_gradient
 from openrlhf.algorithms.language_loss import sft_loss
-from openrlhf.algorithms.off_policy import Correction, importance_weights, token_ratio
+from openrlhf.algorithms.off_policy import Correction, importance_weights
 from openrlhf.algorithms.policy_loss import OWN_AGGREGATIONS, ClipRange
+from openrlhf.algorithms.tokens import exp_of_log_ratio
 from openrlhf.config.ppo import AdvantageConfig
 from openrlhf.distributed.collectives import world_size
 from openrlhf.distributed.export import NamedTensors, check_room
@@ -143,7 +144,7 @@ class PolicyModelActor(TrainedWorker):
         for name, values_N in columns.items():
             metrics.add(name, values_N.mean().item(), weight=num_tokens)
         metrics.add("logprobs_diff_max", columns["logprobs_diff"].max().item(), reduction="max")
-        columns["is_ratio"] = token_ratio(old_N, engine_N)
+        columns["is_ratio"] = exp_of_log_ratio((old_N.float() - engine_N.float()).detach())
         weights_N: Tensor | float = 1.0
         if self.correction is not None:
             found = importance_weights(self.correction, old_N, engine_N, experience.num_actions)
