@@ -42,13 +42,11 @@ class World:
     failing: frozenset[Key] = frozenset()
     train_s: float = 0.0
     may_train: Callable[[], bool] = lambda: True  # an update lasts until then
-    error_at: Key | None = None  # the stream breaks when it comes to this group
     train_error_at: int | None = None  # the trainer breaks in this update
     keeps_running: bool = False
     version: int = -1  # that the engines hold
     policy_version: int = 0
     running: set[Key] = field(default_factory=set)
-    num_evaluations: int = 0
     was_cancelled: bool = False  # while samples were made
     submitted: list[Key] = field(default_factory=list)
 
@@ -79,8 +77,6 @@ class FakeTurn:
             raise
         finally:
             world.running.remove(key)
-        if key == world.error_at:
-            raise ValueError("the stream broke")
         request.metrics.add("num_generated_tokens", NUM_TOKENS, reduction="sum")
         if key in world.failing:
             raise RewardError("no reward")
@@ -141,7 +137,6 @@ class FakeRollouts(Rollouts):
         version = self.world.version
         time.sleep(0.01)
         assert self.world.version == version == self.world.policy_version
-        self.world.num_evaluations += 1
         return SampleBatch(samples((0, 0), (0.0, 1.0), [version]), Metrics(), {})
 
 
@@ -152,25 +147,19 @@ def make_trainer(
     queue_size: int = 1,
     num_at_once: int | None = None,
     with_filter: bool = False,
-    num_warm_up: int = 0,
     num_episodes: int = 1,
-    max_dropped: float | None = None,
     policy_dtype: torch.dtype = torch.float32,
 ) -> PPOTrainerAsync:
-    """An asynchronous trainer over fakes; `world` decides what happens. `max_dropped` unset: any
-    number may fail.
-    """
+    """An asynchronous trainer over fakes; `world` decides what happens. Any number may fail."""
     flags = (
         "--pretrain m --prompt_data d --remote_rm_url http://r --advantage_estimator rloo "
         "--n_samples_per_prompt 2 --micro_rollout_batch_size 2 --micro_train_batch_size 2 "
         "--rollout_batch_size 4 --train_batch_size 8 --init_kl_coef 0 "
-        f"--async_train --async_queue_size {queue_size} --freezing_actor_steps {num_warm_up} "
+        f"--async_train --async_queue_size {queue_size} "
         f"--eval_steps 3 --dynamic_filtering_max_empty 3 --num_episodes {num_episodes}"
     )
     flags += " --partial_rollout" * world.keeps_running + " --dynamic_filtering" * with_filter
     flags += f" --vllm_generate_batch_size {num_at_once}" if num_at_once else ""
-    if max_dropped is not None:
-        flags += f" --reward_failure drop_group --reward_max_dropped {max_dropped}"
     config = parse_config(PPOConfig, flags.split()).config
     prompts = [
         SimpleNamespace(row_id=row, label=f"label {row}", datasource="d", columns={"row": row})
@@ -178,8 +167,6 @@ def make_trainer(
     ]
     sampling, folder = SamplingSettings(num_samples=2), TemporaryDirectory()
     groups: dict[str, Any] = {"actor": FakeActor(world)}
-    if num_warm_up:
-        groups["critic"] = SimpleNamespace(num_shares=1, start=lambda *_: lambda: [Metrics()])
     return PPOTrainerAsync(
         config,
         SimpleNamespace(  # type: ignore[arg-type]

@@ -40,12 +40,6 @@ def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
     return saved
 
 
-def go_on(trainer: PPOTrainerAsync, saved: dict, folder: Path) -> None:
-    trainer.state.load_state_dict(saved)
-    trainer.queue.load_groups(folder)
-    trainer.fit()
-
-
 def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> list[Kept]:
     changed = replace(trainer.inputs.sampling, **sampling)  # type: ignore[arg-type]
     origin = sample_origin(trainer.config, changed)

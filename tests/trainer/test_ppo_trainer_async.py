@@ -2,7 +2,6 @@
 
 import operator
 import random
-import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rollout import rollout_queue
-from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.trainer.ppo_trainer_async import staleness_metrics
 from openrlhf.utils.metrics import Metrics
 from tests.trainer.async_fakes import (
@@ -76,58 +74,6 @@ def test_filtered_and_failed_groups_are_replaced_and_counted():
     assert sizes == [8] * 9 + [4]  # two groups are left for the last step
 
 
-def test_of_the_last_prompts_as_many_as_a_step_has_some_may_fail():
-    sampler = make_trainer(World(), num_prompts=9, with_filter=True, max_dropped=0.5).sampler
-    failed = FinishedGroup((0, 0), failure="no reward")
-    kept, flat = (
-        FinishedGroup((0, 1), samples((0, 1), scores, [0] * 4))
-        for scores in ((0.0, 1.0), (1.0, 1.0))
-    )
-    # Of the last four two; flat ones are in no step, and push no failure out.
-    for group in (failed, failed, kept, kept, failed, kept, failed, flat, flat, flat):
-        sampler.outcome_of(group, Metrics())
-    message = (
-        r"3 prompt\(s\) got no rewards, more than --reward_max_dropped 0\.5 of the 4 of a step"
-    )
-    with pytest.raises(RewardError, match=message):
-        sampler.outcome_of(failed, Metrics())
-
-
-@pytest.mark.parametrize("keeps_running", [False, True])
-def test_a_critic_that_warms_up_alone_holds_nothing_up(keeps_running):
-    world = World(seconds_of=uneven(0.002), train_s=0.005, keeps_running=keeps_running)
-    trainer = make_trainer(world, num_prompts=40, num_warm_up=4)
-    trainer.fit()
-    assert trainer.sampler.ledger.outcomes == {"trained": 40}
-    assert len(steps_of(trainer)) == 10 and world.policy_version == 6
-    assert [step["staleness_max"] for step in steps_of(trainer)][:5] == [0] * 5
-    assert max(staleness_histogram(trainer)) == 1
-
-
-@pytest.mark.parametrize("num_steps", [2, 3])  # every third step is evaluated anyway
-def test_the_last_policy_is_evaluated_once_whatever_becomes_of_the_last_prompts(num_steps):
-    def is_late(key):
-        return world.submitted.index(key) >= 4 * num_steps
-
-    world = World(
-        seconds_of=lambda key: 0.2 if is_late(key) else 0.0,
-        scores_of=lambda key: (1.0, 1.0) if is_late(key) else (0.0, 1.0),
-    )
-    trainer = make_trainer(world, num_prompts=4 * num_steps + 2, with_filter=True)
-    trainer.fit()
-    assert trainer.sampler.ledger.outcomes == {"trained": 4 * num_steps, "filtered:no signal": 2}
-    assert len(steps_of(trainer)) == num_steps
-    assert world.num_evaluations == 2  # before the first step and after the last
-
-
-def test_an_error_of_the_stream_ends_the_run():
-    world = World(error_at=(0, 7), train_s=0.005)
-    trainer = make_trainer(world, num_prompts=40)
-    with pytest.raises(ValueError, match="the stream broke"):
-        trainer.fit()
-    assert not world.running
-
-
 def test_an_error_of_the_trainer_ends_the_run_and_the_stream():
     world = World(
         train_error_at=2, seconds_of=lambda key: 60.0 if len(world.submitted) > 12 else 0.0
@@ -144,7 +90,7 @@ def test_every_wait_has_a_deadline(num_slow, what, monkeypatch):
     slow = {} if num_slow == 40 else None
     world = World(seconds_of=lambda key: 60.0 if slow == {} or key == (0, order[4]) else 0.0)
     trainer = make_trainer(world, num_prompts=40, num_at_once=8)
-    order = trainer.sampler.cursor._order
+    order = trainer.sampler.cursor.order(0).tolist()
     with pytest.raises(EngineError, match=f"waited 0 s for {what}"):
         trainer.fit()
 
@@ -169,22 +115,6 @@ def test_the_first_step_that_has_fresh_samples_compares_them_alone(capsys):
     with pytest.raises(EngineError, match=r"mismatch KL 1\.50e\+00, limit 1e-01"):
         trainer.check_mismatch(metrics, 6)
     trainer.check_mismatch(metrics, 7)  # weights may have drifted by then
-
-
-def test_who_is_waited_for_is_said_when_nothing_comes(monkeypatch):
-    monkeypatch.setattr(rollout_queue, "STALL_S", 0.1)
-    world = World(seconds_of=lambda key: 0.6 if key == (0, order[1]) else 0.001)
-    trainer = make_trainer(world, num_prompts=4)
-    order = trainer.sampler.cursor._order
-    said: list[str] = []
-    monkeypatch.setattr(rollout_queue, "notice", said.append)
-    trainer.fit()
-    line = (
-        r"waited \d s for samples: 3 of the 4 prompts of a step are finished, 1 are running\. "
-        "1 with the fake engine"
-    )
-    assert 1 <= len(said) <= 3  # after 0.1, 0.2 and 0.4 s
-    assert any(re.fullmatch(line, text) for text in said)
 
 
 def stale(*versions):
