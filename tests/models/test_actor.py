@@ -4,10 +4,12 @@ sequence equals Hugging Face's on that sequence alone.
 
 import pytest
 import torch
-import transformers
+import transformers as hf
 
+from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor, load_balancing_losses
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import check_own_logits, load_causal_lm
+from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.utils.packing import PackedBatch, is_padded
 from tests.models.helpers import (
     FAMILIES,
@@ -36,6 +38,7 @@ def assert_equals_dense(actor, reference, lengths, *, temperature=0.7):
     batch = PackedBatch.from_sequences(sequences, masks)
     stats = actor(batch, temperature=temperature, with_entropy=True)
     logprobs, entropy = dense_logprobs(reference, sequences, masks, temperature)
+    assert logprobs.std() > 0.1
     torch.testing.assert_close(stats.logprobs, logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(stats.entropy, entropy, atol=1e-5, rtol=1e-5)
     weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1)) / len(logprobs)
@@ -65,26 +68,52 @@ SIZES = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+OWN_NAMES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 262, "initializer_range": 0.2}
 HEAD_CONFIGS = {
-    "cohere": lambda: transformers.CohereConfig(**SIZES, logit_scale=0.25),
-    "granite": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=4.0),
-    "phi": lambda: transformers.PhiConfig(**SIZES),  # its head has a bias
-    "qwen2_tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=262),
+    "cohere": lambda: hf.CohereConfig(**SIZES, logit_scale=0.25),
+    "granite": lambda: hf.GraniteConfig(**SIZES, logits_scaling=4.0),
+    "phi": lambda: hf.PhiConfig(**SIZES),  # its head has a bias
+    "qwen2_tied": lambda: hf.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "gpt2": lambda: hf.GPT2Config(**OWN_NAMES),
+}
+# They cannot see several sequences in one row.
+PADDED_CONFIGS = {
+    "bloom": lambda: hf.BloomConfig(**OWN_NAMES, hidden_size=32),
+    "gpt_oss": lambda: hf.GptOssConfig(**SIZES, head_dim=8, num_local_experts=4),
+    "mamba": lambda: hf.MambaConfig(
+        vocab_size=262, hidden_size=32, num_hidden_layers=2, initializer_range=0.2
+    ),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**SIZES, head_dim=8, **LINEAR, **EXPERTS),
 }
 
 
-@pytest.mark.parametrize("family", sorted(HEAD_CONFIGS))
-def test_every_kind_of_head_equals_the_dense_logits(family, tmp_path):
-    config = HEAD_CONFIGS[family]()
+@pytest.mark.parametrize("family", [*HEAD_CONFIGS, *PADDED_CONFIGS])
+def test_every_kind_of_head_and_padded_rows_equal_the_dense_logits(family, tmp_path):
+    config = (HEAD_CONFIGS | PADDED_CONFIGS)[family]()
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
     head = model.get_output_embeddings()
     if head.bias is not None:
         torch.nn.init.normal_(head.bias)
     model.save_pretrained(tmp_path)
     reference, actor = eager_model(tmp_path), load_actor(tmp_path)
+    assert is_padded(actor.model) == (family in PADDED_CONFIGS)
     assert_equals_dense(actor, reference, [5, 1, 17, 9], temperature=1.3)
+
+
+def test_a_head_that_does_more_is_refused():
+    config = hf.BertConfig(**SIZES, is_decoder=True)
+    config._attn_implementation = PACKED_ATTENTION
+    with pytest.raises(ConfigError, match="BertLMHeadModel computes its logits in a way of its"):
+        check_own_logits(hf.AutoModelForCausalLM.from_config(config).eval())
 
 
 def test_tokens_of_a_neighbour_change_no_bit(qwen2_dir):
@@ -133,13 +162,13 @@ def mixtral_dir(tmp_path_factory):
 
 def save_qwen3_moe(path):
     """A model whose first layer is dense: only the second has a router."""
-    config = transformers.Qwen3MoeConfig(
+    config = hf.Qwen3MoeConfig(
         vocab_size=262, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, head_dim=16,
         num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, num_experts=4,
         num_experts_per_tok=TOP_K, mlp_only_layers=[0], initializer_range=0.2, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 
 

@@ -1,13 +1,17 @@
 """What a machine lacks, what a model cannot be used with, the longest sequence that it reads."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
 
+from openrlhf.cli import train_kto
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models import support
 from openrlhf.models.support import check_here, num_positions, refuse_unsupported
+from tests.tiny import make_model, write_jsonl
 
 
 def missing(**settings: object) -> list[str]:
@@ -102,3 +106,16 @@ def test_a_budget_of_tokens_does_not_bound_padded_rows():
         refuse_unsupported(hf.BloomConfig(), "m", DeepSpeedConfig(), has_token_budget=True)
     with pytest.raises(ConfigError, match="--use_dynamic_batch: the rows of m are padded"):
         refuse_unsupported(hf.BloomConfig(), "m", DeepSpeedConfig(), has_token_budget=True)
+
+
+def test_a_command_says_that_it_pads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BLOOM is the family of KTO's default model."""
+    model = make_model(tmp_path / "model", "bloom", hidden_size=32)
+    rows = [{"input": f"q{k}", "output": "ab"[k % 2], "label": k % 2} for k in range(8)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = f"--pretrain {model} --dataset {data} --save_path {tmp_path}/run --input_key input "
+    words += "--output_key output --label_key label --train_batch_size 8"
+    train_kto.main([*words.split(), "--micro_train_batch_size", "4"])
+    said = f"{model}: BloomForCausalLM has an attention of its own: the sequences of a micro-batch"
+    assert said in capsys.readouterr().err
+    hf.AutoModelForCausalLM.from_pretrained(tmp_path / "run")

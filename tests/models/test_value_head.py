@@ -32,7 +32,7 @@ def causal_dir(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("value"), "qwen2")
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gpt_neox"])
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt_neox", "bloom", "qwen3_next"])
 def test_rewards_equal_the_hugging_face_classifier(architecture, tmp_path):
     model = fp32(tiny_model(tmp_path, architecture))
     model.model.save_pretrained(tmp_path / "saved")
@@ -44,7 +44,8 @@ def test_rewards_equal_the_hugging_face_classifier(architecture, tmp_path):
     sequences = random_sequences(random_lengths(10, 30))
     with torch.no_grad():
         expected = torch.cat([classifier(input_ids=ids[None]).logits[0] for ids in sequences])
-    torch.testing.assert_close(said(model, full_batch(sequences)), expected, atol=1e-6, rtol=1e-5)
+    assert expected.std() > 0.01
+    torch.testing.assert_close(said(model, full_batch(sequences)), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_values_are_read_before_each_target_one_sequence_at_a_time(causal_dir):
