@@ -12,33 +12,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from openrlhf.cli.main import COMMANDS
 from openrlhf.config.cli import Reading, parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.serving import (
-    BatchInferenceConfig,
-    ChatConfig,
-    LoraCombinerConfig,
-    ServeRewardConfig,
-)
-from openrlhf.config.supervised import (
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    PRMConfig,
-    RMConfig,
-    SFTConfig,
-)
 from openrlhf.errors import ConfigError
+from openrlhf.utils.tracking import read_metrics
+from tests.config.test_settings import CONFIGS
 from tests.source import ROOT
 from tests.tiny import write_jsonl
 
-TRAINERS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig)
-CONFIGS = (*TRAINERS, BatchInferenceConfig, ServeRewardConfig, LoraCombinerConfig, ChatConfig)
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = DOCUMENTS[0].read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -174,13 +159,8 @@ def test_every_command_is_one_that_works(block: Block, folder: Path) -> None:
             parsed = parse(*training)
             # What a document shows should run without a word of advice.
             assert all(line.startswith("--advantage_estimator") for line in parsed.notices)
-            check_files(parsed.config)
-
-
-def check_files(config: Any) -> None:
-    """Files that a command names are there."""
-    if isinstance(config, PPOConfig) and config.reward.remote_url:
-        assert Path(config.reward.remote_url).is_file()
+            if isinstance(parsed.config, PPOConfig) and parsed.config.reward.remote_url:
+                assert Path(parsed.config.reward.remote_url).is_file()
 
 
 @pytest.mark.parametrize("block", cases("python"))
@@ -272,12 +252,6 @@ def readme_command(module: str, folder: Path) -> list[str]:
     raise AssertionError(f"no command for {module}")
 
 
-def records_of(run_dir: Path) -> list[dict[str, float]]:
-    from openrlhf.utils.tracking import read_metrics
-
-    return read_metrics(run_dir / "metrics.jsonl")
-
-
 def check_run_folder(run_dir: Path) -> None:
     """The files the README promises, and a model that loads."""
     import transformers
@@ -296,7 +270,7 @@ def test_the_sft_command_of_the_readme_trains(folder: Path, tiny_model_dir: Path
     sizes = "--train_batch_size 2 --micro_train_batch_size 1 --max_len 128"
     names = ["--pretrain", str(tiny_model_dir), "--dataset", str(rows), "--save_path", "run"]
     train_sft.main([*readme_command("train_sft", folder), *sizes.split(), *names])
-    records = records_of(folder / "run")
+    records = read_metrics(folder / "run" / "metrics.jsonl")
     assert len([r for r in records if "gpt_loss" in r or "loss" in r]) >= 2
     check_run_folder(folder / "run")
 
@@ -309,7 +283,7 @@ def test_the_local_grpo_command_of_the_readme_trains(folder: Path, tiny_model_di
     problems = folder / "problems.jsonl"  # with answers that a random model gives now and then
     problems.write_text(re.sub(r'"answer": "\d"', '"answer": "e"', problems.read_text()))
     train_ppo.main([*command, *names])
-    first, last = records_of(folder / "run")
+    first, last = read_metrics(folder / "run" / "metrics.jsonl")
     found = first.keys() | last.keys()  # no loss of a step whose rewards are all equal
     assert {"reward", "score", "extra/num_chars", "policy_loss", "vllm_kl"} <= found
     assert last["timing/step_total"] > 0

@@ -73,8 +73,11 @@ class RowSlice:
         return here_n, (offsets_N + (chunks_N == second) * self.chunk_size)[here_n]
 
     def gather(self, x_S: Tensor) -> Tensor:
-        """Lay the slices of all ranks, (S, ...) each, in row order -> (P, ...)."""
-        return _Gather.apply(x_S, self)
+        """Lay the slices of all ranks, (S, ...) each, in row order -> (P, ...); the gradient of a
+        slice is the sum of what all ranks' losses say of it.
+        """
+        x_cS = x_S.expand(self.context.size, *x_S.shape)
+        return self.row_order(_exchange(x_cS, self.context.group))
 
     def to_heads(self, x_ShD: Tensor) -> Tensor:
         """From all heads of the slice to this rank's share of the heads of the row: (P, h/c, D)
@@ -113,25 +116,6 @@ def _exchange(x_c: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send part k to rank k; return the parts that came, (c, ...). The gradient goes back alike."""
     x_c = x_c.contiguous()
     return all_to_all_single(torch.empty_like(x_c), x_c, group=group)
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather; the gradient of a slice is the sum of what all ranks' losses say of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x_S: Tensor, own: RowSlice) -> Tensor:
-        ctx.own = own
-        row_P = x_S.new_empty(own.padded_length, *x_S.shape[1:])
-        first, second = (list(half.chunk(own.context.size)) for half in row_P.chunk(2))
-        for places, chunk in zip((first, second[::-1]), x_S.contiguous().chunk(2), strict=True):
-            dist.all_gather(places, chunk, group=own.context.group)
-        return row_P
-
-    @staticmethod
-    def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor, None]:
-        # A reduce-scatter, which gloo does not have.
-        parts_cS = _exchange(ctx.own.rank_order(grad_P), ctx.own.context.group)
-        return parts_cS.sum(0), None
 
 
 class _Total(torch.autograd.Function):

@@ -1,4 +1,9 @@
-"""Commands: help is light, errors are lines with an exit code, keys stay secret."""
+"""Commands: what --help says, errors as lines with an exit code, keys that stay secret, and the
+environment variables that a run honours.
+
+MASTER_ADDR and MASTER_PORT are torch's own: ranks of tests/distributed/spawn.py meet there. Numbers
+of asynchronous training: test_settings.py; GPUs: tests/serving/test_batch_inference.py.
+"""
 
 import os
 import subprocess
@@ -9,8 +14,12 @@ import pytest
 
 from openrlhf.cli import main as console
 from openrlhf.cli.runner import Command
+from openrlhf.config.base import walk
+from openrlhf.config.cli import help_text, parse_config
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
+from tests.config.test_settings import CONFIGS
 
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
@@ -118,3 +127,74 @@ def test_one_rank_of_several_says_the_notices(rank, num_lines, monkeypatch, caps
     monkeypatch.setenv("WORLD_SIZE", "2")
     command(lambda config: None)([*NEEDS, "--trust_remote_code"])
     assert len(capsys.readouterr().err.splitlines()) == num_lines
+
+
+def test_flags_stand_in_groups_with_values_help_names_and_defaults():
+    text = help_text(PPOConfig, "openrlhf ppo")
+    assert text.startswith("usage: openrlhf ppo [-h] [OPTIONS]\n\nReinforcement learning: PPO")
+    assert "\nactor.adam options:\n  `adam.*`: AdamW.\n\n  --actor.adam.lr FLOAT" in text
+    words = " ".join(text.split())
+    for said in (
+        "--ds.zero_stage {0,1,2,3} ZeRO stage. Also --zero_stage. (default: 2)",
+        "--algo.kl.target FLOAT|none KL to adapt to; unset: fixed. Also "
+        "--kl_target. (default: none)",
+        "--actor.adam.betas FLOAT FLOAT Adam betas. Also --adam_betas. (default: 0.9 0.95)",
+        "--train.async_num_tasks INT Agents of an engine. Also --async_num_tasks. Environment: "
+        "OPENRLHF_ASYNC_NUM_TASKS. (default: 128)",
+        "--use_ms ModelScope instead of the Hugging Face hub. (default: false)",
+    ):
+        assert said in words
+    text = " ".join(help_text(SFTConfig, "openrlhf sft").split())
+    assert "(default: 'User: {}\\nAssistant: ')" in text
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_every_name_of_every_flag_is_in_the_help(config_class):
+    text = help_text(config_class, "x", width=90)
+    words = set(text.replace(".\n", "\n").replace(". ", " ").split())
+    for leaf in walk(config_class):
+        assert leaf.field.description.split()[0] in text
+        assert {f"--{name}" for name, _ in leaf.names} <= words, leaf.path
+    broken = [line for line in text.splitlines() if "{" not in line]  # choices stay on one line
+    assert max(map(len, broken)) <= 104  # the notes at the top are not broken
+
+
+SFT_NEEDS = ["--pretrain", "m", "--dataset", "d", "--save_path", "run"]
+OF_CALLER = {
+    "HF_HOME": "/caches/hf",
+    "HF_TOKEN": "hf_token_of_mine",
+    "HF_HUB_OFFLINE": "1",
+    "HF_ENDPOINT": "http://mirror.example",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "with_it", "without"),
+    [
+        ([], "/logs", None),
+        (["--use_tensorboard"], "/logs", "run/tensorboard"),
+        (["--use_tensorboard", "true"], "/logs", "run/tensorboard"),
+        (["--report_to", "tensorboard"], "/logs", "run/tensorboard"),
+        (["--use_tensorboard", "/mine"], "/mine", "/mine"),
+        (["--use_tensorboard", "false"], None, None),
+    ],
+)
+def test_the_folder_of_tensorboard(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], with_it: str | None, without: str | None
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "/logs")
+    assert parse_config(SFTConfig, SFT_NEEDS + words).config.logger.tensorboard_dir == with_it
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
+    assert parse_config(SFTConfig, SFT_NEEDS + words).config.logger.tensorboard_dir == without
+
+
+def test_the_hub_is_the_callers() -> None:
+    code = (
+        "from openrlhf.utils.logging import quiet_frameworks; quiet_frameworks(); "
+        "from huggingface_hub import constants as c, get_token; "
+        "print(c.HF_HOME, c.ENDPOINT, c.HF_HUB_OFFLINE, get_token())"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | OF_CALLER)
+    found = ["/caches/hf", "http://mirror.example", "True", "hf_token_of_mine"]
+    assert result.stdout.split() == found, result.stderr

@@ -1,7 +1,5 @@
 """What a command names and is not there is said with everything else, before anything heavy."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,15 +120,3 @@ def test_the_home_folder_is_meant_by_its_sign_where_no_shell_has_seen_it(
     assert (ckpt.output_dir, ckpt.path) == (f"{tmp_path}/run", f"{tmp_path}/ckpt")
     words = ["--model_path", "org/m", "--lora_path", "adapter", "--output_path", "~/merged"]
     assert parse_config(LoraCombinerConfig, words).config.output_path == f"{tmp_path}/merged"
-
-
-def test_a_command_says_it_before_anything_heavy_is_imported() -> None:
-    words = ["openrlhf.cli.batch_inference", "--pretrain", "/nowhere/model"]
-    result = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", *words], capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert "--pretrain /nowhere/model does not exist." in result.stderr
-    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "pydantic" in imported
-    assert not imported & {"torch", "transformers", "ray", "datasets", "deepspeed"}

@@ -3,36 +3,16 @@
 import os
 import stat
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.cli import parse_config
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.serving import BatchInferenceConfig, ServeRewardConfig
-from openrlhf.config.supervised import (
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    PRMConfig,
-    RMConfig,
-    SFTConfig,
-    SupervisedConfig,
-)
+from openrlhf.config.supervised import SupervisedConfig
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
-CONFIGS: dict[str, type[CommandConfig]] = {
-    "openrlhf.cli.batch_inference": BatchInferenceConfig,
-    "openrlhf.cli.serve_rm": ServeRewardConfig,
-    "openrlhf.cli.train_dpo": DPOConfig,
-    "openrlhf.cli.train_kd": KDConfig,
-    "openrlhf.cli.train_kto": KTOConfig,
-    "openrlhf.cli.train_ppo_ray": PPOConfig,
-    "openrlhf.cli.train_prm": PRMConfig,
-    "openrlhf.cli.train_rm": RMConfig,
-    "openrlhf.cli.train_sft": SFTConfig,
-}
 # Stands for `python` and `torchrun`: notes its words, one call a file, named by its time. A server
 # is ready once it is noted.
 RECORDER = r"""#!/bin/sh
@@ -66,7 +46,8 @@ def run_script(tmp_path):
 def parse(words: list[str]) -> CommandConfig:
     """The config of the command after `-m`; ConfigError when it could not be run."""
     at = words.index("-m") + 1
-    return parse_config(CONFIGS[words[at]], words[at + 1 :]).config
+    config_class = import_module(words[at]).main.config_class
+    return parse_config(config_class, words[at + 1 :]).config
 
 
 LOOPS = {

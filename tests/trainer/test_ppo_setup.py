@@ -121,6 +121,10 @@ def test_train_ppo_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="started as 2 processes, and trains in one"):
         run_ppo_local(config)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = parse_config(PPOConfig, [*words.split(), "--async_train"]).config
+    with pytest.raises(ConfigError, match="Use train_ppo_ray, or leave --async_train out"):
+        run_ppo_local(config)
 
 
 def test_every_engine_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from openrlhf.trainer.ray.launcher import RayActorGroup, node_address
 from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster, worker_environment
 from openrlhf.trainer.ray.vllm_engine import RayEngine
-from tests.config.test_environment import OF_CALLER
+from tests.config.test_cli import OF_CALLER
 
 
 class Probe(ModelWorker):

@@ -41,7 +41,6 @@ def test_gpus_that_are_hidden_are_not_missed(monkeypatch: pytest.MonkeyPatch, hi
     "command",
     [
         "train_sft --pretrain m --dataset d --save_path {0}/run",
-        "train_dpo --pretrain m --dataset d --save_path {0}/run",
         "train_ppo --pretrain m --prompt_data d --remote_rm_url http://a --save_path {0}/run",
         "batch_inference --eval_task generate_vllm --pretrain m --dataset d --output_path {0}/o",
         "serve_rm --reward_pretrain m --port 0",

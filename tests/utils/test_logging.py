@@ -1,12 +1,9 @@
 """The console's words, the hints' thresholds, and the frameworks' chatter kept off the screen."""
 
-import io
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import rich.console
 
 from openrlhf.config.base import Caution
 from openrlhf.utils import logging as console
@@ -82,12 +79,6 @@ def test_banner_aligns_entries_under_their_section(capsys):
     assert capsys.readouterr().out == (
         "model\n  actor              tiny\nbatch\n  prompts x samples  4 x 8\n"
     )
-
-
-def test_a_warning_is_said_once(capsys):
-    console.warn_once("only once")
-    console.warn_once("only once")
-    assert capsys.readouterr().err == "warning: only once\n"
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,7 +160,7 @@ def test_a_false_alarm_of_a_library_is_not_said(tmp_path):
     assert run_python(FALSE_ALARM, tmp_path) == "something else\n"
 
 
-def test_information_is_said_plainly_and_a_caution_as_a_yellow_warning(capsys, monkeypatch):
+def test_information_is_said_plainly_and_a_caution_as_a_warning(capsys):
     lines = ["8 samples of each prompt.", Caution("code of the model is run.")]
     console.say_notices(lines)
     console.say_notices(lines[:1], about="evaluation: ")
@@ -177,13 +168,4 @@ def test_information_is_said_plainly_and_a_caution_as_a_yellow_warning(capsys, m
         "",
         "note: 8 samples of each prompt.\nwarning: code of the model is run.\n"
         "note: evaluation: 8 samples of each prompt.\n",
-    )
-    screen = io.StringIO()
-    terminal = rich.console.Console(
-        file=screen, force_terminal=True, color_system="standard", markup=False, highlight=False
-    )
-    monkeypatch.setattr(console, "make_console", lambda **_: terminal)
-    console.say_notices(lines)
-    assert screen.getvalue() == (
-        "note: 8 samples of each prompt.\n\x1b[33mwarning: code of the model is run.\x1b[0m\n"
     )

@@ -3,17 +3,12 @@
 import math
 import threading
 import time
-from types import SimpleNamespace
 
 import pyarrow.parquet
 import torch
 
+from openrlhf.config.common import LoggerConfig
 from openrlhf.utils import tracking
-
-
-def logger_config(**wandb: str | None) -> SimpleNamespace:
-    settings = {"key": None, "org": None, "group": None, "project": "p", "run_name": "r"}
-    return SimpleNamespace(tensorboard_dir=None, wandb=SimpleNamespace(**{**settings, **wandb}))
 
 
 def test_jsonl_holds_one_strict_json_object_a_step(tmp_path):
@@ -84,15 +79,14 @@ def test_a_hanging_sink_costs_no_time_and_one_warning(capsys):
 
 
 def test_tensorboard_writes_an_event_file_and_is_off_by_default(tmp_path):
-    config = logger_config()
     for tensorboard_dir in (None, str(tmp_path / "tb")):
-        config.tensorboard_dir = tensorboard_dir
+        config = LoggerConfig(tensorboard_dir=tensorboard_dir)
         tracker = tracking.make_tracker(config, tmp_path / "run", {})
         tracker.log(1, {"reward": 1.0})
         tracker.close()
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
         assert (tmp_path / "tb").exists() == bool(tensorboard_dir)
-    assert list((tmp_path / "tb/r").glob("events.out.tfevents.*"))
+    assert list((tmp_path / "tb/run").glob("events.out.tfevents.*"))
 
 
 def test_rollouts_are_read_back_as_written(tmp_path):
