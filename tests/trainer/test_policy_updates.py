@@ -15,12 +15,11 @@ from transformers import AutoTokenizer
 from openrlhf.algorithms.off_policy import Correction
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
-from openrlhf.errors import ConfigError, DataError, Gathered
+from openrlhf.datasets.sft_dataset import SFTExample
+from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardModel
-from openrlhf.trainer import ppo_setup
 from openrlhf.trainer.ppo_setup import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
@@ -32,7 +31,7 @@ from openrlhf.trainer.ray.scorers import RewardModelActor
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import load_tokenizer
-from tests.tiny import make_model, make_reward_model, make_tokenizer, write_jsonl
+from tests.tiny import make_model, make_reward_model, make_tokenizer
 from tests.trainer.test_experience import THREE, rollout
 
 
@@ -361,33 +360,6 @@ def test_passes_go_on_where_earlier_updates_ended() -> None:
     assert rows_of(mixed([[step(6), step(2)]], num_seen=7)) == whole[2:]
 
 
-def test_rows_that_repeat_an_id_are_kept_where_that_is_asked_for(tmp_path) -> None:
-    path = write_jsonl(tmp_path / "texts.jsonl", [{"id": 1, "text": word} for word in "ab"])
-    model = make_model(tmp_path / "model", max_position_embeddings=64)
-
-    def texts(**data: object) -> SFTDataset:
-        prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"input": "q"}])
-        data = {"pretrain_dataset": str(path), "prompt_dataset": str(prompts), **data}
-        actor = {"ptx_coef": 0.1, "model_name_or_path": str(model)}
-        config = PPOConfig.model_validate({"data": data, "actor": actor})
-        gathered = Gathered()
-        policy = ppo_setup.check_models(config, Gathered(), has_engines=False)
-        *_, found = ppo_setup._data(config, make_tokenizer(tmp_path), policy, gathered)
-        gathered.raise_if_any()
-        return found
-
-    with pytest.raises(DataError, match="id"):
-        texts()
-    kept = texts(duplicate_ids="keep")
-    assert len(kept) == 2
-    write_jsonl(path, [{"text": "a"}])
-    with pytest.raises(DataError, match=r"Check --pretrain_key and --max_len"):
-        texts(max_len=1)
-    write_jsonl(path, [{"text": "a" * 100}])
-    with pytest.raises(DataError, match=r"longer than the 64 positions of the model"):
-        texts(max_len=65)
-
-
 TEXTS = ("hello there<|end|>", "good")
 
 
@@ -469,21 +441,6 @@ def test_a_critic_of_another_vocabulary_is_refused(tiny_model_dir: Path, foreign
         check_tokens(config, load_policy_tokenizer(config))
     group = config_of(tiny_model_dir, foreign_dir, "--advantage_estimator group_norm")
     assert len(check_tokens(group, load_policy_tokenizer(group))) == 1
-
-
-@pytest.mark.parametrize(
-    ("num_embeddings", "is_same"), [(280, True), (262, False)], ids=["fits", "does not fit"]
-)
-def test_tokens_that_one_of_both_lacks_are_no_other_vocabulary_where_they_have_a_place(
-    tmp_path: Path, num_embeddings: int, is_same: bool
-) -> None:
-    policy = make_model(tmp_path / "policy", "llama", vocab_size=280)
-    make_tokenizer(policy, [("a", "b")])  # its id is 262
-    reward = make_reward_model(tmp_path / "reward", architecture="llama", vocab_size=num_embeddings)
-    for one, other in ((policy, reward), (reward, policy)):
-        config = config_of(one, other, "--advantage_estimator group_norm")
-        cautions = check_tokens(config, load_policy_tokenizer(config))
-        assert (cautions == []) is (is_same or one is reward)
 
 
 def test_a_reward_model_that_cannot_be_used_is_said_before_anything_starts(
