@@ -30,7 +30,6 @@ HOMES = {
     "openrlhf.algorithms": {"torch"},
     "openrlhf.utils": {"torch", "rich"},
     "openrlhf.utils.tokenizer": {"torch", "transformers"},
-    "openrlhf.utils.processes": {"psutil"},
     "openrlhf.utils.images": {"torch", "transformers", "PIL"},
     "openrlhf.rewards.remote": {"httpx"},
     "openrlhf.rewards.math_grader": {"math_verify"},

@@ -1,19 +1,28 @@
-"""Ends a process with all that it started, and sees that a process ends with its parent."""
+"""Ends a process with all that it started, and sees that processes end with another one.
+
+As a program, `processes.py PID OTHERS…`, it has the standard library alone: it ends the others soon
+after a process has ended in any way. Linux only; elsewhere it just fails.
+"""
 
 import ctypes
 import os
 import resource
+import select
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 
-import psutil
-
 PR_SET_PDEATHSIG = 1
+LEAVE_S = 2.0  # for the others to end by themselves
 
 
 def kill_tree(pid: int) -> None:
     """Kill a process that leads a session, its session, and its children wherever they went."""
+    import psutil  # noqa: PLC0415 - the program does without
+
     children: list[psutil.Process] = []
     with suppress(psutil.Error):
         children = psutil.Process(pid).children(recursive=True)
@@ -40,3 +49,33 @@ def limit_memory(num_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def ending_after_this_process(others: Iterable[int]) -> subprocess.Popen[bytes]:
+    """Start the program for this process; to be killed where the others have ended in order."""
+    nothing = subprocess.DEVNULL
+    pids = map(str, (os.getpid(), *others))
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, *pids],
+        stdin=nothing,
+        stdout=nothing,
+        stderr=nothing,
+        start_new_session=True,  # Ctrl-C is not meant for it
+    )
+
+
+def end_after(first: int, *others: int) -> None:
+    """Wait for the end of a process, then kill those of the others that are left."""
+    process, left = os.pidfd_open(first), []
+    for other in others:
+        with suppress(ProcessLookupError):
+            left.append(os.pidfd_open(other))
+    select.select([process], [], [])
+    time.sleep(LEAVE_S)
+    for handle in left:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    end_after(*map(int, sys.argv[1:]))

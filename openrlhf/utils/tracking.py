@@ -1,7 +1,7 @@
 """Where metrics and rollouts go: metrics.jsonl, TensorBoard and wandb when asked, parquet.
 
 No sink can stop or slow a training run: the files of the run folder warn once and go on, the extra
-sinks live behind a queue in a thread of their own, with everything they do, start included.
+sinks live behind a bounded queue in a thread of their own, with everything they do, start included.
 Nothing here knows what a metric means.
 """
 
@@ -23,6 +23,7 @@ Record: TypeAlias = tuple[int, dict[str, float]]  # step, metrics
 Reader: TypeAlias = Callable[[Iterator[Record]], None]
 
 METRICS_FILE = "metrics.jsonl"
+QUEUE_SIZE = 256  # log calls a sink may lag behind before it is given up
 CLOSE_TIMEOUT_S = 15.0  # for a sink to write out what is pending
 
 
@@ -64,7 +65,7 @@ class Tracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line; a full disk costs the line and one warning."""
         for sink in self.sinks:
-            sink.records.put((step, dict(values)))
+            sink.offer((step, dict(values)))
         # NaN and infinities are no JSON.
         numbers = {name: v if math.isfinite(v) else None for name, v in values.items()}
         line = json.dumps({"step": step, "time": round(time.time(), 3), **numbers})
@@ -91,28 +92,40 @@ class NullTracker(Tracker):
 
 
 class BackgroundSink:
-    """A function that reads records until they end, in a daemon thread; left where it fails, or
-    does not finish.
+    """A function that reads records until they end, in a daemon thread; given up if it fails or
+    hangs.
     """
 
-    def __init__(self, name: str, read: Reader) -> None:
+    def __init__(self, name: str, read: Reader, *, queue_size: int = QUEUE_SIZE) -> None:
         self.name = name
-        self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()  # None is the end
+        self._is_given_up = False
+        self._queue: queue.Queue[Record | None] = queue.Queue(queue_size)
         self._thread = start_thread(
             f"tracker-{name}",
-            lambda: read(iter(self.records.get, None)),
-            lambda error: self._warn(f"failed ({type(error).__name__}: {first_line(error)})"),
+            lambda: read(iter(self._queue.get, None)),
+            lambda error: self._give_up(f"failed ({type(error).__name__}: {first_line(error)})"),
         )
+
+    def offer(self, record: Record | None) -> None:
+        """Hand a record over without waiting; None is the end."""
+        if self._is_given_up:
+            return
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._give_up(f"hangs with {self._queue.qsize()} records waiting")
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Let the sink finish for at most `timeout_s`, then leave it."""
-        self.records.put(None)
+        self.offer(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._warn(f"did not finish within {timeout_s:g} s")
+            self._give_up(f"did not finish within {timeout_s:g} s")
 
-    def _warn(self, reason: str) -> None:
-        warn(f"{self.name} {reason}; it gets no more metrics, training goes on.")
+    def _give_up(self, reason: str) -> None:
+        if not self._is_given_up:
+            self._is_given_up = True
+            warn(f"{self.name} {reason}; it gets no more metrics, training goes on.")
 
 
 def write_tensorboard(records: Iterator[Record], log_dir: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_second_run_has_a_cluster_of_its_own_on_loopback_that_ends_with_it() -
             said = driver.stdout.readline()
             family = psutil.Process(driver.pid).children(recursive=True)
             driver.kill()
-        _, alive = psutil.wait_procs(family, timeout=120)  # Ray's agents take a minute
+        _, alive = psutil.wait_procs(family, timeout=10)
         for process in alive:
             process.kill()
     assert family and not alive, alive

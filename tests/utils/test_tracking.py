@@ -59,7 +59,7 @@ def test_a_failing_sink_warns_once_and_training_goes_on(capsys):
     sink = tracking.BackgroundSink("wandb", read)
     sink._thread.join(10)
     for step in range(500):
-        sink.records.put((step, {"reward": 0.0}))
+        sink.offer((step, {"reward": 0.0}))
     sink.close()
     warning = capsys.readouterr().err
     assert warning.count("warning:") == 1
@@ -68,10 +68,10 @@ def test_a_failing_sink_warns_once_and_training_goes_on(capsys):
 
 def test_a_hanging_sink_costs_no_time_and_one_warning(capsys):
     release = threading.Event()
-    sink = tracking.BackgroundSink("sink", lambda records: release.wait(60))
+    sink = tracking.BackgroundSink("sink", lambda records: release.wait(60), queue_size=4)
     start = time.monotonic()
     for step in range(100):
-        sink.records.put((step, {"reward": 0.0}))
+        sink.offer((step, {"reward": 0.0}))
     sink.close(timeout_s=0.1)
     assert time.monotonic() - start < 2.0
     assert capsys.readouterr().err.count("warning:") == 1

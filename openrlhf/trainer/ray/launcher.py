@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import ray
 from ray._common.utils import get_ray_address_file
 from ray._private import ray_constants
@@ -21,6 +22,7 @@ from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.utils import stopping
 from openrlhf.utils.gpus import VISIBLE, check_torch_uses
 from openrlhf.utils.logging import warn
+from openrlhf.utils.processes import ending_after_this_process
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us
@@ -77,6 +79,7 @@ def _started_here() -> Iterator[None]:
     # A secret of this cluster alone: else Ray writes one into the user's home, and from then on no
     # `ray job submit` works that does not bring it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    before = _descendants()
     # Ray's own switch. Its environment variable is read when Ray is imported, and would change how
     # other clusters are joined.
     is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
@@ -84,10 +87,18 @@ def _started_here() -> Iterator[None]:
         ray.init(address="local", include_dashboard=False, **QUIET)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = is_enabled
+    # Ray's own agents would live a minute longer than a process here that was killed.
+    watcher = ending_after_this_process(_descendants() - before)
     try:
         yield
     finally:
         ray.shutdown()
+        watcher.kill()
+        watcher.wait()
+
+
+def _descendants() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def find_cluster(asked: str | None) -> str | None:
