@@ -95,9 +95,16 @@ def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, colum
     ],
 )
 def test_rows_that_say_nothing_are_named(tokenizer, value, is_chat, message):
-    good = [{"role": "user", "content": "x"}] if is_chat and value != "  " else "x"
+    rows = [{"input": [{"role": "user", "content": "x"}] if is_chat else "x"}, {"input": value}]
     with pytest.raises(DataError, match=message):
-        prompts(tokenizer, [{"input": good}, {"input": value}], apply_chat_template=is_chat)
+        prompts(tokenizer, rows, apply_chat_template=is_chat)
+
+
+@pytest.mark.parametrize("label", [None, float("nan")])
+def test_missing_and_nan_labels_are_named(tokenizer, label):
+    rows = [{"input": "a", "label": 1.0}, {"input": "b", "label": label}]
+    with pytest.raises(DataError, match=r"row 2: 'label' is"):
+        prompts(tokenizer, rows, label_key="label")
 
 
 def test_a_template_that_does_not_end_is_cut_off(tokenizer, monkeypatch):
@@ -123,13 +130,6 @@ def test_a_template_that_asks_too_much_is_refused(template, reason, tokenizer):
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=rf"the chat template refuses it: {reason}"):
         prompts(tokenizer, [{"input": "x"}], apply_chat_template=True)
-
-
-@pytest.mark.parametrize("label", [None, float("nan")])
-def test_missing_and_nan_labels_are_named(tokenizer, label):
-    rows = [{"input": "a", "label": 1.0}, {"input": "b", "label": label}]
-    with pytest.raises(DataError, match=r"row 2: 'label' is"):
-        prompts(tokenizer, rows, label_key="label")
 
 
 def test_the_fingerprint_changes_with_the_data(tokenizer):

@@ -25,28 +25,23 @@ def examples(tokenizer, rows: list[dict], **options) -> SFTDataset:
 
 def shown(tokenizer, dataset: SFTDataset, index: int = 0) -> tuple[str, str]:
     """The whole text of an example and the text of its targets."""
-    example = dataset[index]
-    return tokenizer.decode(example.token_ids), tokenizer.decode(
-        example.token_ids[example.loss_mask]
-    )
+    ids, mask = dataset[index].token_ids, dataset[index].loss_mask
+    return tokenizer.decode(ids), tokenizer.decode(ids[mask])
 
 
 def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def test_plain_rows_learn_the_response_and_one_eos(tokenizer):
-    dataset = examples(tokenizer, [{"input": "hi", "output": "yo"}], output_key="output")
+@pytest.mark.parametrize("output", ["yo", "yo<|end|>"])
+def test_the_response_is_learnt_with_one_eos_also_where_it_spells_its_own(tokenizer, output):
+    rows = [{"input": "hi", "output": output}]
+    dataset = examples(tokenizer, rows, output_key="output")
     assert shown(tokenizer, dataset) == ("User: hi\nAssistant: yo<|end|>", "yo<|end|>")
-    assert dataset[0].token_ids.tolist()[-1] == 1
-
-
-def test_an_eos_that_the_response_spells_itself_is_not_doubled(tokenizer):
-    rows = [{"input": "hi", "output": "yo<|end|>"}]
-    for is_chat in (False, True):
-        dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=is_chat)
-        assert shown(tokenizer, dataset)[1] == "yo<|end|>"
-        assert dataset[0].token_ids.tolist().count(1) == (2 if is_chat else 1)
+    assert dataset[0].token_ids.tolist().count(1) == 1
+    dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=True)
+    assert shown(tokenizer, dataset)[1] == "yo<|end|>"
+    assert dataset[0].token_ids.tolist().count(1) == 2  # one ends the question
 
 
 def test_plain_rows_begin_with_one_bos_and_end_with_one_eos():
