@@ -165,7 +165,10 @@ class Reading(Generic[ConfigT]):
                 self._note_unknown(name, source)
                 continue
             try:
-                found = raw_values(source, words, targets)
+                if targets[0][1] is not None:
+                    found = _translated(source, words, targets)
+                else:
+                    found = {o.path: _raw_value(source, words, o) for o, _ in targets}
             except ConfigError as error:
                 self.problems += error.problems
                 continue
@@ -227,13 +230,6 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{name}.")
         else:
             yield name, value
-
-
-def raw_values(source: str, words: Sequence[str], targets: Targets) -> dict[str, Any]:
-    """Return what these words set, by leaf path; raise ConfigError if they make no sense."""
-    if targets[0][1] is not None:
-        return _translated(source, words, targets)
-    return {option.path: _raw_value(source, words, option) for option, _ in targets}
 
 
 def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:

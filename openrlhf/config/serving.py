@@ -167,11 +167,6 @@ class ServedRewardConfig(RewardModelsConfig):
         opens="models",
     )
 
-    @property
-    def model_weights(self) -> tuple[float, ...]:
-        """Return the weight of every model."""
-        return self.weights or (1.0,) * len(self.model_paths)
-
 
 class ServerLimitsConfig(Base):
     """`limits.*`: what the server takes from others."""

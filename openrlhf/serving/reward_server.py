@@ -271,7 +271,7 @@ class RewardService:
         self.batchers = [
             Batcher(model, thread, max_rows=config.batch_size, max_tokens=most) for model in models
         ]
-        self._weights = config.reward.model_weights
+        self._weights = config.reward.weights or (1.0,) * len(models)
         self._is_cutting = config.data.overlong_texts != "error"
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._responses: OrderedDict[tuple[str, bytes], asyncio.Task[Content]] = OrderedDict()
