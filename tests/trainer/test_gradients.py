@@ -264,7 +264,8 @@ def prm_by_hand(own: Any, other: Any, samples: list, *, is_open: bool) -> tuple[
 def kto_by_hand(own: Any, other: Any, samples: list) -> tuple[Tensor, dict]:
     kl = 0.0
     for sample, after in zip(samples, [*samples[1:], samples[0]], strict=True):
-        pair = torch.cat([sample.prompt_ids, after.response_ids])[:MAX_LEN]
+        prompt = sample.token_ids[: sample.prompt_length]
+        pair = torch.cat([prompt, after.token_ids[after.prompt_length :]])[:MAX_LEN]
         mask = torch.arange(len(pair)) >= sample.prompt_length
         with torch.no_grad():
             kl += float(response_logprob(own, pair, mask) - response_logprob(other, pair, mask))
