@@ -9,12 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from openrlhf.algorithms.tokens import (
-    exp_of_log_ratio,
-    repeat_per_action,
-    segment_mean,
-    segment_sum,
-)
+from openrlhf.algorithms.tokens import exp_of_log_ratio, segment_mean, segment_sum
 
 MIN_PROBABILITY = 1e-6
 
@@ -104,4 +99,4 @@ def _at_level(values_N: Tensor, num_actions_B: Tensor, level: str) -> Tensor:
     if level == "token":
         return values_N
     reduce = segment_sum if level == "sequence" else segment_mean
-    return repeat_per_action(reduce(values_N, num_actions_B), num_actions_B)
+    return reduce(values_N, num_actions_B).repeat_interleave(num_actions_B)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.tokens import exp_of_log_ratio, repeat_per_action, segment_mean
+from openrlhf.algorithms.tokens import exp_of_log_ratio, segment_mean
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def gspo_loss(
     """
     log_ratio_N = _log_ratio(logprobs_N, old_logprobs_N, num_actions_B)
     sequence_B = segment_mean(log_ratio_N, num_actions_B)
-    sequence_N = repeat_per_action(sequence_B, num_actions_B)
+    sequence_N = sequence_B.repeat_interleave(num_actions_B)
     return _clipped_surrogate(sequence_N, log_ratio_N.detach(), advantages_N, clip)
 
 

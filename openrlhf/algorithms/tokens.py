@@ -40,15 +40,10 @@ def unpad(padded_BA: Tensor, num_actions_B: Tensor) -> Tensor:
     return padded_BA[action_mask(num_actions_B)]
 
 
-def repeat_per_action(values_B: Tensor, num_actions_B: Tensor) -> Tensor:
-    """Give every action token the number of its sample, (N,)."""
-    return values_B.repeat_interleave(num_actions_B)
-
-
 def segment_sum(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
     """Sum over the tokens of each sample, (B,); 0 for an empty one."""
     samples_B = torch.arange(len(num_actions_B), device=num_actions_B.device)
-    owner_N = repeat_per_action(samples_B, num_actions_B)
+    owner_N = samples_B.repeat_interleave(num_actions_B)
     assert flat_N.shape == owner_N.shape, "one number per action token is needed"
     return flat_N.new_zeros(len(num_actions_B)).index_add(0, owner_N, flat_N)
 

@@ -147,7 +147,7 @@ class Reading(Generic[ConfigT]):
                 f"--config cannot be read: {path} ({reason}). Type a YAML file of `name: value`."
             )
             return
-        for name, value in _leaves(tree):
+        for name, value in leaves(tree):
             words = [str(part) for part in value] if isinstance(value, list) else [str(value)]
             targets = flag_table(self.config_class).get(name, ())
             if any(o.opens in LISTS or o.path.endswith("_probs") for o, _ in targets):
@@ -222,12 +222,12 @@ class Reading(Generic[ConfigT]):
                 self.notices.append(Caution(said))
 
 
-def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of every key that is no section."""
     for key, value in tree.items():
         name = prefix + str(key).replace("-", "_")
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{name}.")
+            yield from leaves(value, f"{name}.")
         else:
             yield name, value
 

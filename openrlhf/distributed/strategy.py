@@ -9,7 +9,6 @@ contradictions to flags named.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from openrlhf.config.cli import leaves
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.tensor_parallel import split_layers
@@ -273,11 +273,11 @@ def merge_user_config(config: dict[str, Any], ds: DeepSpeedConfig) -> None:
     Raises ConfigError for what is no JSON object, and for every contradiction to a flag.
     """
     try:
-        user = dict(_leaves(json.loads(Path(str(ds.config)).read_text("utf-8"))))
+        user = dict(leaves(json.loads(Path(str(ds.config)).read_text("utf-8"))))
     except (ValueError, AttributeError) as error:
         message = f"--deepspeed_config {ds.config} is not a JSON object ({error}). Mend the file."
         raise ConfigError(message) from error
-    ours = {**dict(_leaves(config)), "zero_optimization.stage": ds.zero_stage}
+    ours = {**dict(leaves(config)), "zero_optimization.stage": ds.zero_stage}
     set_by_user = {key: value for key, value in user.items() if value != "auto"}
     problems = [
         f'{ds.config}: {key} is {value}, but {FLAG_OF_KEY[key]} decides it: write "auto" there.'
@@ -294,14 +294,6 @@ def merge_user_config(config: dict[str, Any], ds: DeepSpeedConfig) -> None:
         for parent in parents:
             section = section.setdefault(parent, {})
         section[last] = value
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _common(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, object]:

@@ -243,7 +243,6 @@ class TrainEngine:
         """
         facts = _facts_of(self.engine) | {
             "schedule": self.schedule.state_dict(),
-            "num_skipped_steps": self.num_skipped_steps,
         }
 
         def write() -> None:
@@ -275,7 +274,6 @@ class TrainEngine:
                 part.parameter.ds_tensor.view(-1)[: part.numel].copy_(part.of(part.flat))
             zero.checkpoint_event_epilogue()
         resume_schedule(self.schedule, facts["schedule"])
-        self.num_skipped_steps = facts["num_skipped_steps"]
 
     def _can_move_states(self) -> bool:
         is_on_cpu = self.engine.zero_use_cpu_optimizer()  # --adam_offload

@@ -19,12 +19,6 @@ def test_loss_is_the_negative_mean_over_the_tokens_of_the_step():
     assert (first + second).item() == pytest.approx(7.5 / 5)
 
 
-def test_hard_labels_are_token_ids_of_the_whole_vocabulary():
-    losses, is_correct = prm_losses(LOGITS, torch.tensor([GOOD, BAD]))
-    assert losses.tolist() == pytest.approx([math.log(10 / 4), math.log(8)])
-    assert is_correct.tolist() == [True, False]
-
-
 def test_reward_tokens_restrict_the_softmax():
     losses, is_correct = prm_losses(LOGITS[:, REWARD_TOKENS], torch.tensor([0, 1]))
     # 4 against 2, and 1 against 2

@@ -18,10 +18,5 @@ def test_segment_sums_and_means_of_an_empty_sample_are_zero():
     assert tokens.segment_mean(FLAT, COUNTS).tolist() == [1.5, 0.0, 4.0]
 
 
-def test_a_number_per_sample_is_repeated_for_its_actions():
-    repeated = tokens.repeat_per_action(torch.tensor([7.0, 8.0, 9.0]), COUNTS)
-    assert repeated.tolist() == [7.0, 7.0, 9.0, 9.0, 9.0]
-
-
 def test_last_actions_skip_samples_without_actions():
     assert tokens.last_action_index(torch.tensor([0, 2, 0, 3, 0])).tolist() == [1, 4]

@@ -31,23 +31,15 @@ TEMPERATURE, MAX_NEW_TOKENS = 0.8, 32
 POLICY = {
     "token": "token_mean",
     "seq": "seq_mean",
-    "sum": "seq_sum_norm",
     "idle": "token_mean",
 }
 VARIANTS = (*POLICY, "critic")
 # name -> samples of the set, micro-batch size, token budget of a micro-batch
 CUTS: dict[str, tuple[int, int, int | None]] = {
     "64 by 8": (64, 8, None),
-    "64 one by one": (64, 1, None),
     "64 by 100 tokens": (64, 1, 100),
     "3 one by one": (3, 1, None),
 }
-
-
-def cuts_of(zero_stage: int, variant: str) -> list[str]:
-    """The cuts to try; sharded steps are slow, and the aggregations share their code."""
-    is_spared = zero_stage > 0 or variant not in ("token", "critic")
-    return [cut for cut in CUTS if not (is_spared and cut == "64 one by one")]
 
 
 def ragged_set(count: int) -> Experience:
@@ -88,17 +80,11 @@ def padded(experience: Experience) -> tuple[Tensor, Tensor, Tensor]:
     return ids, (columns < ends).long(), is_predicting
 
 
-def per_sample_sum(values_N: Tensor, experience: Experience) -> Tensor:
-    return torch.stack([part.sum() for part in values_N.split(experience.num_actions.tolist())])
-
-
 def mean_over_step(values_N: Tensor, experience: Experience, aggregation: str) -> Tensor:
     if aggregation == "token_mean":
         return values_N.mean()
-    sums = per_sample_sum(values_N, experience)
-    if aggregation == "seq_mean":
-        return (sums / experience.num_actions).mean()
-    return (sums / MAX_NEW_TOKENS).mean()
+    parts = values_N.split(experience.num_actions.tolist())
+    return torch.stack([part.mean() for part in parts]).mean()
 
 
 def textbook_policy_loss(model: torch.nn.Module, experience: Experience, variant: str) -> Tensor:
@@ -233,7 +219,7 @@ def run_stage(folder: Path, zero_stage: int, world_size: int) -> dict[tuple, Ten
         worker.setup()
         worker.init_model(num_updates=1000)
         for variant in variants:
-            for cut in cuts_of(zero_stage, variant):
+            for cut in CUTS:
                 worker.config = changed(config, variant, cut)
                 steps = own_steps(worker, CUTS[cut][0])
                 gradient = captured(worker, lambda w=worker, s=steps: w.fit(s))
@@ -275,7 +261,7 @@ def test_gradients_are_the_textbooks_however_samples_are_cut(
     expected = {n: textbook_gradient(folder, variant, n) for n in {c[0] for c in CUTS.values()}}
     for own in results:
         for zero_stage in STAGES[len(results)]:
-            for cut in cuts_of(zero_stage, variant):
+            for cut in CUTS:
                 count = CUTS[cut][0]
                 error = (own[zero_stage, variant, cut] - expected[count]).norm()
                 error = error / expected[count].norm()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from openrlhf.cli import train_ppo
 from openrlhf.distributed.collectives import shut_down
-from tests.stopped_runs import records
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 # Scores that differ from sample to sample, and that a policy can raise.
@@ -67,11 +66,6 @@ def start(root: Path, run_dir: Path, flags: str, *more: str) -> int:
     finally:
         shut_down()
     return 0
-
-
-def steps_of(run_dir: Path) -> list[dict]:
-    """Records of training."""
-    return [record for record in records(run_dir) if "reward" in record]
 
 
 def saved_run(folder: Path) -> dict:

@@ -3,8 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -102,23 +101,6 @@ def test_an_asynchronous_run_is_bounded_and_balanced(
     assert sorted(trained_rows(tmp_path / "run")) == sorted([*range(11)] * 2)
 
 
-@contextmanager
-def at_step(step: int, act: Callable[[], None]) -> Iterator[None]:
-    """A block in which something is done once, when a step is trained on."""
-    settle, steps = RolloutQueue.settle, itertools.count(1)
-
-    def settle_and_act(queue: RolloutQueue, trained_groups: set[int]) -> None:
-        settle(queue, trained_groups)
-        if next(steps) == step:
-            act()
-
-    RolloutQueue.settle = settle_and_act  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        RolloutQueue.settle = settle  # type: ignore[method-assign]
-
-
 def workers(title: str) -> list[psutil.Process]:
     """The living Ray workers of a class."""
     found = []
@@ -138,20 +120,24 @@ def test_a_killed_process_is_named_and_the_same_command_goes_on(
     ray_cluster: None,
     given: dict,
     trainers: list[PPOTrainerAsync],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     title: str,
     who: str,
 ) -> None:
     flags = FLAGS + "--num_episodes 2 --save_steps 2 --partial_rollout --async_queue_size 2"
     given["ckpt_path"] = given["save_path"] / "ckpt"
-    struck_at: list[float] = []
+    struck_at, num_settled, settle = list[float](), itertools.count(1), RolloutQueue.settle
 
-    def strike() -> None:
-        [process] = workers(title)
-        process.kill()
-        struck_at.append(time.monotonic())
+    def settle_and_strike(queue: RolloutQueue, trained_groups: set[int]) -> None:
+        settle(queue, trained_groups)
+        if next(num_settled) == 3:
+            [process] = workers(title)
+            process.kill()
+            struck_at.append(time.monotonic())
 
-    with at_step(3, strike), pytest.raises(SystemExit) as stopped:
+    monkeypatch.setattr(RolloutQueue, "settle", settle_and_strike)
+    with pytest.raises(SystemExit) as stopped:
         run(flags, **given)
     assert time.monotonic() - struck_at[0] < 30
     said = capsys.readouterr().err

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.commands import steps_of
 from tests.integration.ppo_runs import (
     GRPO,
     NUM_PROMPTS,
@@ -22,7 +23,6 @@ from tests.integration.ppo_runs import (
     make_inputs,
     saved_run,
     start,
-    steps_of,
     words,
 )
 from tests.stopped_runs import records, stopping_behind

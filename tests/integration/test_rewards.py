@@ -29,12 +29,6 @@ def values(given: dict) -> dict[str, Path | str]:
     return {name: value for name, value in given.items() if name != "remote_rm_url"}
 
 
-def unruly_file(tmp_path: Path, what: str) -> Path:
-    path = tmp_path / "unruly.py"
-    path.write_text(UNRULY.format(what=what))
-    return path
-
-
 def error_of(
     capsys: pytest.CaptureFixture[str], flags: str, **values: Path | str
 ) -> tuple[int, str]:
@@ -55,7 +49,8 @@ def error_of(
 def test_a_reward_that_cannot_be_had_ends_the_run_before_it_trains(
     values: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, message: str
 ) -> None:
-    code = unruly_file(tmp_path, what)
+    code = tmp_path / "unruly.py"
+    code.write_text(UNRULY.format(what=what))
     flags = FLAGS + "--reward_timeout_s 2 --reward_num_workers 2 --max_samples 4"
     exit_code, error = error_of(capsys, flags, remote_rm_url=code, rollout_batch_size="4", **values)
     assert exit_code == 3 and message in error
