@@ -32,7 +32,6 @@ MAX_TEXT_SHOWN = 200
 NUM_TRIES = 3  # of a request at each server
 MAX_IN_FLIGHT = 64  # requests for each server
 BACKOFF_S = 0.5  # before the second round of tries; doubles with each
-REST_S = 10.0  # for which a server that failed is asked last
 
 
 @dataclass(eq=False)
@@ -41,7 +40,6 @@ class Server:
 
     url: str
     num_in_flight: int = 0
-    rests_until_s: float = 0.0  # on the monotonic clock
     models: object = None  # name to hash, as its first answer had them
 
 
@@ -98,16 +96,12 @@ class RemoteReward(RewardSource):
             left_s = self.timeout_s - (time.monotonic() - start_s)
             if left_s <= 0:
                 break
-            now_s = time.monotonic()
-            server = min(  # the fewest tries of this request; one that rests comes last
-                counts, key=lambda s: (counts[s], s.rests_until_s > now_s, s.num_in_flight)
-            )
+            server = min(counts, key=lambda s: (counts[s], s.num_in_flight))
             counts[server] += 1
             answer = await self._try(server, body, headers, left_s)
             if isinstance(answer, httpx.Response):
                 return server, answer
             problem = f"{server.url}: {answer}"
-            server.rests_until_s = time.monotonic() + REST_S
         seconds = time.monotonic() - start_s
         raise RewardError(
             f"{self.name}: no rewards for {batch.names()} after {sum(counts.values())} tries in "
@@ -131,7 +125,6 @@ class RemoteReward(RewardSource):
             server.num_in_flight -= 1
         if answer.status_code >= 500:
             return f"answered {answer.status_code}: {start_of(answer.content)}"
-        server.rests_until_s = 0.0
         return answer
 
 

@@ -22,8 +22,8 @@ from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.ppo_setup import RunInputs
 from openrlhf.trainer.ppo_utils.evaluation import noteworthy
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
+from openrlhf.trainer.ray.cluster import DevicePhases
 from openrlhf.trainer.ray.model_actor import TrainedWorker
-from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import TRAINED_ROLES
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.utils.logging import Values, notice, warn

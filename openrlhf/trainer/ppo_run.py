@@ -33,13 +33,11 @@ from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup, start_forward
-from openrlhf.trainer.ray.cluster import Cluster, local_cluster, ray_cluster
+from openrlhf.trainer.ray.cluster import Cluster, DevicePhases, local_cluster, ray_cluster
 from openrlhf.trainer.ray.model_actor import ModelWorker, TrainedWorker
-from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import TRAINED_ROLES, pools_of, reward_roles
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from openrlhf.trainer.ray.ppo_critic import CriticModelActor
-from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
+from openrlhf.trainer.ray.scorers import CriticModelActor, ReferenceModelActor, RewardModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import format_count, notice, print_banner, redirect_framework_logs
 from openrlhf.utils.progress import progress

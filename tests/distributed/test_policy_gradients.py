@@ -17,7 +17,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
 from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from openrlhf.trainer.ray.ppo_critic import CriticModelActor
+from openrlhf.trainer.ray.scorers import CriticModelActor
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_train_engine import full_gradients
 from tests.tiny import make_model, make_reward_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.trainer.ray.cluster import DevicePhases
 from openrlhf.trainer.ray.weight_sync import WeightTransport
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
 from tests.gpu.engines import DEVICES, RemoteEngine, endpoint

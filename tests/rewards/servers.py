@@ -2,13 +2,13 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = tuple[int, bytes | Iterable[bytes]]  # pieces are sent one by one
+Answer = tuple[int, bytes]
 Behaviour = Callable[["RewardServer", dict[str, Any]], Answer | None]
 
 
@@ -54,13 +54,9 @@ class RewardServer:
                     return
                 status, content = answer
                 self.send_response(status)
-                if isinstance(content, bytes):
-                    self.send_header("Content-Length", str(len(content)))
-                else:
-                    self.close_connection = True
+                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                for piece in [content] if isinstance(content, bytes) else content:
-                    self.wfile.write(piece)
+                self.wfile.write(content)
 
             def log_message(self, *args: object) -> None: ...
 

@@ -100,22 +100,6 @@ def test_batches_may_log_different_things():
     assert some.scores == [1.0, None]  # refused with the whole step
 
 
-def test_an_exception_of_the_user_keeps_its_line_and_message(tmp_path):
-    source = reward_from(
-        tmp_path,
-        """
-        def helper(labels):
-            return labels["x"]
-
-        def reward_func(queries, prompts, labels):
-            return helper(labels)
-        """,
-    )
-    with pytest.raises(RewardError, match=r"my_reward.py:3: TypeError: list indices") as caught:
-        source.answer(batch_of(1))
-    assert isinstance(caught.value.__cause__, TypeError)
-
-
 @pytest.mark.parametrize(
     ("code", "message"),
     [

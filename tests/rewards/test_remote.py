@@ -17,7 +17,6 @@ from openrlhf.rewards.remote import RemoteReward, body_of
 from openrlhf.serving.reward_server import read_request
 from tests.rewards.servers import (
     Answer,
-    Behaviour,
     RewardServer,
     free_url,
     lengths,
@@ -87,11 +86,8 @@ def test_every_query_is_answered_once_and_no_request_is_empty(num_servers: int, 
     ("answer", "message"),
     [
         (b'{"rewards": [NaN]}', "rewards of sample step1/0/0 is nan"),
-        (b'{"rewards": [[1.0]]}', "is [1.0], not a number"),
-        (b'{"rewards": [1, 2]}', "has 2 values for 1 samples (sample step1/0/0)"),
         (b'{"scores": [1]}', "the answer has no 'rewards'; it has ['scores']"),
-        (b"[1.0]", "the answer for sample step1/0/0 is not a JSON object: [1.0]"),
-        (b"<html>oops</html>", "is not a JSON object: <html>oops</html>"),
+        (b"<html>oops</html>", "for sample step1/0/0 is not a JSON object: <html>oops</html>"),
         (b"[" * 100_000, "is not a JSON object"),
     ],
 )
@@ -116,7 +112,7 @@ def test_a_server_error_is_tried_three_times_with_one_request_id() -> None:
     assert "answered 500: out of memory" in str(caught.value)
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 302])
+@pytest.mark.parametrize("status", [400, 429, 302])
 def test_a_refusal_is_never_tried_again(status: int) -> None:
     with ExitStack() as stack:
         bad = stack.enter_context(always((status, b'{"error": "query[0]"}')))
@@ -134,37 +130,13 @@ def test_a_dead_server_is_replaced_by_another_without_waiting() -> None:
     assert len(server.requests) == 20
 
 
-def test_a_server_that_failed_is_asked_last_for_a_while_and_then_as_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(remote, "REST_S", 600)
-    with ExitStack() as stack:
-        bad = stack.enter_context(always((500, b"")))
-        good = stack.enter_context(RewardServer())
-        source = stack.enter_context(closing(RemoteReward(f"{bad.url},{good.url}")))
-        source.submit(batch_of(1)).result()
-        for _ in range(5):
-            source.submit(batch_of(1)).result()
-        assert (len(bad.requests), len(good.requests)) == (1, 6)
-        bad.behaviour = lengths
-        for server in source._servers:
-            server.rests_until_s = 0.0  # ten minutes later
-        source.submit(batch_of(1)).result()
-        assert (len(bad.requests), len(good.requests)) == (2, 6)
-
-
 def slow(server: RewardServer, body: dict[str, object]) -> Answer:
     server.stopping.wait(10)
     return lengths(server, body)
 
 
-def dripping(server: RewardServer, body: dict[str, object]) -> Answer:
-    return 200, iter(lambda: time.sleep(0.05) or b" ", None)  # type: ignore[func-returns-value]
-
-
-@pytest.mark.parametrize("behaviour", [slow, dripping])
-def test_a_slow_answer_ends_at_the_limit_of_all_tries(behaviour: Behaviour) -> None:
-    with RewardServer(behaviour) as server, pytest.raises(RewardError) as caught:
+def test_a_slow_answer_ends_at_the_limit_of_all_tries() -> None:
+    with RewardServer(slow) as server, pytest.raises(RewardError) as caught:
         score(server.url, timeout_s=0.7, try_timeout_s=0.3)
     assert "no answer in 0." in str(caught.value) and "--reward_timeout_s 0.7" in str(caught.value)
 

@@ -17,7 +17,7 @@ from openrlhf.rollout.engine_pool import BatchSampler
 from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
-from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.trainer.ray.cluster import DevicePhases
 from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 from openrlhf.trainer.ray.weight_sync import WeightTransport

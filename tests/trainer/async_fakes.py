@@ -22,8 +22,8 @@ from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.trainer.ppo_checkpoints import RunState
 from openrlhf.trainer.ppo_setup import planned_updates
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
+from openrlhf.trainer.ray.cluster import DevicePhases
 from openrlhf.trainer.ray.model_actor import TrainedWorker
-from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracking import Tracker, read_metrics

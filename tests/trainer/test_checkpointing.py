@@ -26,8 +26,8 @@ from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.ppo_checkpoints import RunState
 from openrlhf.trainer.ppo_setup import pass_rate
+from openrlhf.trainer.ray.cluster import DevicePhases
 from openrlhf.trainer.ray.model_actor import TrainedWorker
-from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.supervised_run import Checkpointer
 from tests.distributed.spawn import run_ranks
 from tests.trainer.small_run import (

@@ -11,7 +11,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ray import placement
-from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.trainer.ray.cluster import DevicePhases
 from openrlhf.trainer.ray.placement import (
     ClusterView,
     RoleDemand,

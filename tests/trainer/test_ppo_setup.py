@@ -21,7 +21,7 @@ from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.trainer.ray.cluster import engine_config, policy_dtype
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from openrlhf.trainer.ray.ppo_critic import CriticModelActor
+from openrlhf.trainer.ray.scorers import CriticModelActor
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout

@@ -1,7 +1,10 @@
-"""Starts the groups and engines of a run: in this process, or in their places on a Ray cluster."""
+"""The groups and engines of a run: started in this process or in their places on a Ray cluster, and
+who of them holds device memory in which phase.
+"""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,7 @@ from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.models.loading import load_config, resolve_dtype
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup, ray_session
+from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.placement import (
     ClusterView,
     RoleDemand,
@@ -147,3 +151,83 @@ def policy_dtype(config: PPOConfig, *, has_gpus: bool) -> torch.dtype:
     """Return the type in which ranks hold the policy, which may be on other machines."""
     facts = load_config(config.policy_path, trust_remote_code=config.trust_remote_code)
     return resolve_dtype(config.ds.param_dtype, facts, device_type="cuda" if has_gpus else "cpu")
+
+
+class DevicePhases:
+    """Who holds device memory in which phase: wakes and sleeps engines and training states around
+    rollout, update and sync.
+
+    A sleeping engine forgets its weights: they are sent anew before it is used again. Without sleep
+    flags every phase is entered and left for free.
+    """
+
+    def __init__(
+        self,
+        engines: Iterable[RolloutEngine],
+        *,
+        engines_sleep: bool,
+        training_sleeps: bool,
+        turn: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """`turn`: held while training or a sync has the devices, by whoever else computes there
+        too.
+        """
+        self.turn = nullcontext() if turn is None else turn
+        self.engines = list(engines) if engines_sleep else []
+        self.training_sleeps = training_sleeps
+        self.awake: set[str] = {"weights", "kv_cache"}
+
+    @property
+    def needs_weights(self) -> bool:
+        """Return True if the engines hold no weights and wait for a sync."""
+        return "weights" not in self.awake
+
+    def put_away(self, group: WorkerGroup) -> None:
+        """Move the group's training states off the device until its update."""
+        if self.training_sleeps:
+            group.call(TrainedWorker.offload_states)
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Engines are wholly awake inside, and stay so until training needs the memory."""
+        assert not self.needs_weights, "engines were put to sleep and got no weights since"
+        self._wake("kv_cache")
+        yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Engines sleep inside."""
+        with self.turn:
+            self.sleep()
+            yield
+
+    @contextmanager
+    def update(self, group: WorkerGroup) -> Iterator[None]:
+        """Hold the group's training states on the device inside."""
+        if self.training_sleeps:
+            group.call(TrainedWorker.reload_states)
+        yield
+        self.put_away(group)
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Engines have room for their weights inside."""
+        with self.turn:
+            self._wake("weights")
+            yield
+
+    def _wake(self, tag: str) -> None:
+        if tag not in self.awake:
+            self._on_all(VLLMEngine.wake_up, tag)
+            self.awake.add(tag)
+
+    def sleep(self) -> None:
+        """Put the engines to sleep; at first before any model is loaded."""
+        if self.engines and self.awake:
+            self._on_all(VLLMEngine.sleep)
+            self.awake.clear()
+
+    def _on_all(self, method: Callable[..., None], *args: object) -> None:
+        """Make the call on all engines at once: each may take a second."""
+        with ThreadPoolExecutor(max_workers=max(len(self.engines), 1)) as pool:
+            list(pool.map(lambda engine: engine.call(method, *args), self.engines))

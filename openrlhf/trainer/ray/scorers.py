@@ -1,4 +1,4 @@
-"""Models that only look: the reference policy and the reward model."""
+"""The models beside the policy: the critic, the reference policy and the reward model."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,14 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.algorithms.policy_loss import value_loss
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm, load_config, load_sequence_model
+from openrlhf.models.adapters import add_lora
+from openrlhf.models.loading import (
+    disable_dropout,
+    load_causal_lm,
+    load_config,
+    load_sequence_model,
+)
 from openrlhf.models.support import num_positions
-from openrlhf.models.value_head import RewardModel
+from openrlhf.models.value_head import CriticModel, RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, other_tokenizer
-from openrlhf.trainer.ray.model_actor import ModelWorker
+from openrlhf.trainer.ray.model_actor import ModelWorker, TrainedWorker
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
 
@@ -36,6 +46,41 @@ def read_as_text(experience: Experience, policy: Tokenizer, own: Tokenizer) -> E
         rollout_logprobs=experience.rollout_logprobs[:0],
         weight_versions=experience.weight_versions[:0],
     )
+
+
+class CriticModelActor(TrainedWorker):
+    """One rank of the critic."""
+
+    title, prefix = "critic", "critic"
+
+    def init_model(self, num_updates: int) -> int:
+        """Load and shard the critic; return its parameter count."""
+        config = self.config
+        assert config.critic_source is not None, "checked by the configuration"
+        model = load_sequence_model(config.critic_source, config)
+        disable_dropout(model)
+        critic = CriticModel(add_lora(model, config.ds.lora))
+        return self.prepare(critic, config.critic, num_updates)
+
+    def compute_values(self, experience: Experience) -> Tensor:
+        """Values (N,) before each sampled token of the share."""
+        return self.forward_in_micro_batches(experience, self.engine, what="values")
+
+    def compute_loss(
+        self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
+    ) -> Tensor:
+        """Return the clipped value loss ()."""
+        values_N = self.engine(batch)
+        assert experience.values is not None and experience.returns is not None
+        loss_N = value_loss(
+            values_N,
+            experience.values,
+            returns_N=experience.returns,
+            clip=self.config.critic.value_clip,
+        )
+        loss = self.aggregated(loss_N, experience, step)
+        metrics.add("critic_loss", loss.item() / step.num_steps, reduction="sum")
+        return loss
 
 
 class ReferenceModelActor(ModelWorker):
