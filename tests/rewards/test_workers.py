@@ -203,7 +203,7 @@ def test_what_user_code_writes_to_open_descriptors_is_no_reward(
 
 def test_a_worker_killed_between_two_calls_is_replaced_unseen(make_pool: MakePool) -> None:
     pool = make_pool()
-    os.kill(pids_of(pool)[0], signal.SIGKILL)
+    psutil.Process(pids_of(pool)[0]).kill()
     time.sleep(0.2)
     assert rewards_of(pool, 1) == [1.0]
 
