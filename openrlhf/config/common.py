@@ -7,6 +7,7 @@ to the part: `AdamConfig(lr=1e-5)`.
 import os
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import PurePosixPath
 from typing import Literal
 
 from openrlhf.config.base import Base, CommandConfig, is_given, option, switch
@@ -335,6 +336,17 @@ class RewardModelsConfig(Base):
         """Return every reward model named."""
         names = (self.model_name_or_path or "").split(",")
         return tuple(name.strip() for name in names if name.strip())
+
+    @property
+    def model_names(self) -> list[str]:
+        """Return the names of their scores: the last word of each path, with a number where two
+        have the same.
+        """
+        words = [PurePosixPath(path).name for path in self.model_paths]
+        return [
+            word if words.count(word) == 1 else f"{word}_{words[: k + 1].count(word)}"
+            for k, word in enumerate(words)
+        ]
 
     def problems(self) -> Iterator[str]:
         """Yield a line unless every model has a weight."""

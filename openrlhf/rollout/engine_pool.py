@@ -4,7 +4,6 @@ returns is checked and decoded.
 
 import asyncio
 import copy
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -45,7 +44,6 @@ class EnginePool:
         # Requests are sampled in batches: those that come together end together.
         self.in_rounds = any(isinstance(sampler, BatchSampler) for sampler in samplers)
         self._loads = [0] * len(self.samplers)  # samples that each engine works on
-        self._heard_at = [time.monotonic()] * len(self.samplers)  # a result, or nothing to do
 
     async def act(self, request: RolloutRequest) -> list[Rollout]:
         """Return the samples of a prompt, with their texts; raises EngineError."""
@@ -92,8 +90,6 @@ class EnginePool:
     async def generate(self, request: GenerationRequest) -> Answer:
         """Return the completions of a request; raises EngineError."""
         k = min(range(len(self._loads)), key=self._loads.__getitem__)
-        if not self._loads[k]:
-            self._heard_at[k] = time.monotonic()
         self._loads[k] += request.sampling.num_samples
         work = asyncio.ensure_future(self.samplers[k].sample(request))
         try:  # wait_for would lose a cancellation that comes together with the result
@@ -106,19 +102,6 @@ class EnginePool:
                 work.cancel()
                 await asyncio.wait([work])
             self._loads[k] -= request.sampling.num_samples
-            self._heard_at[k] = time.monotonic()
-
-    def describe(self) -> str:
-        """Return how many engines work, and which is the most silent."""
-        now = time.monotonic()
-        busy = [(now - self._heard_at[k], k, load) for k, load in enumerate(self._loads) if load]
-        if not busy:
-            return ""
-        silence_s, k, load = max(busy)
-        return (
-            f"{len(busy)} engine(s) work; engine {k} has {load} samples, "
-            f"none finished for {silence_s:.0f} s"
-        )
 
 
 class BatchSampler:

@@ -41,9 +41,6 @@ class Acts(Protocol):
     async def act(self, request: RolloutRequest) -> list[Rollout]:
         """Return the samples; raises EngineError, or AgentError where an agent failed."""
 
-    def describe(self) -> str:
-        """Return who works on what; may be called from any thread."""
-
 
 @dataclass(frozen=True)
 class FinishedGroup:
@@ -79,10 +76,6 @@ class Rollouts:
             samples = await self.actor.act(request)
         self.acted_at = time.monotonic()
         return await self.scorer.score(samples, request.metrics)
-
-    def describe(self) -> str:
-        """Return who works on what, in words, for whoever waits; may be called from any thread."""
-        return "; ".join(filter(None, [self.actor.describe(), self.scorer.describe()]))
 
     def open_stream(self, sampling: SamplingSettings) -> "GroupStream":
         """Return a stream of the samples of prompts."""
@@ -125,7 +118,6 @@ class GroupStream:
     def __init__(self, rollouts: Rollouts, sampling: SamplingSettings) -> None:
         self.num_running = 0  # submitted and not yet fetched
         self.in_rounds = rollouts.actor.in_rounds
-        self.describe = rollouts.describe
         self._rollouts = rollouts
         self._sampling = sampling
         self._opened_at = time.monotonic()

@@ -212,11 +212,11 @@ class RolloutQueue:
 
     def _progress(self) -> str:
         """Return where the samples are that somebody waits for."""
-        core = self._core
+        core, num_unscored = self._core, self.rollouts.scorer.num_unscored
         return (
             f"{len(core.ready)} of the {self.limits.batch_size} prompts of a step are finished, "
-            f"{len(core.running)} are running. {self._stream.describe()}"
-        ).rstrip(". ")
+            f"{len(core.running)} are running, {num_unscored} of these wait for their rewards"
+        )
 
     async def _receive_all(self, stream: GroupStream) -> None:
         """Note what becomes of every group, and start others in its place."""

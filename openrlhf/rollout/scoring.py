@@ -87,7 +87,7 @@ class GroupScorer:
         self._num_expected = 0  # groups that are sampled now, and could fill up a batch
         self._waiting: list[Asked] = []
         self._num_sent = 0  # batches that have no answer yet
-        self._num_unscored = 0  # groups
+        self.num_unscored = 0  # groups that wait for their rewards
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
@@ -99,20 +99,15 @@ class GroupScorer:
             self._num_expected -= 1
             asyncio.get_running_loop().call_soon(self._send)  # when no other group is at hand
 
-    def describe(self) -> str:
-        """Return how many prompts wait for their rewards, if any; may come from any thread."""
-        count = self._num_unscored
-        return f"{count} prompts wait for their rewards" if count else ""
-
     async def score(self, group: Group, metrics: Metrics) -> list[Rollout]:
         """Return the scored rollouts of a group; raises RewardError after its retries."""
         if self.scorer is None:
             return list(group)
-        self._num_unscored += 1
+        self.num_unscored += 1
         try:
             scored = await self._scored(Asked(group), metrics)
         finally:
-            self._num_unscored -= 1
+            self.num_unscored -= 1
         add_score_metrics(scored, metrics)
         return scored
 

@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import math
 import os
-import re
 import signal
 import socket
 import uuid
@@ -47,7 +46,6 @@ from openrlhf.utils.tokenizer import TextEncoder, load_tokenizer
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"
 MIN_TOKEN_CHARS = 16
-REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # any other is not used
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they are the ones to close
 MAX_RESPONSES = 256  # that are kept for clients who ask again
 PER_TEXT = ("prompts", "labels", "is_truncated", "ids")  # one value for each text
@@ -105,11 +103,10 @@ def read_request(body: bytes, limits: ServerLimitsConfig) -> RewardRequest:
 class ServedModel:
     """One reward model: checked when made, with weights after `load`."""
 
-    def __init__(self, config: ServeRewardConfig, path: str) -> None:
+    def __init__(self, config: ServeRewardConfig, path: str, name: str) -> None:
         """Read what is small, config and tokenizer; raise ConfigError."""
         trust = config.trust_remote_code
-        self.config, self.path = config, path
-        self.name = Path(path).name  # `org/name` and `/models/name` are both `name`
+        self.config, self.path, self.name = config, path, name
         facts = load_config(path, trust_remote_code=trust)
         check_value_model(facts, path)
         if config.reward.normalize_enable:
@@ -174,8 +171,7 @@ class ServedModel:
 class Batcher:
     """The queue between requests and one model, on one event loop; forwards run in `thread`.
 
-    Rows that arrive while a forward runs join the next one. The waiting requests give one row each
-    in turn, so a large request does not hold up small ones.
+    Rows that arrive while a forward runs join the next one, in the order in which they came.
     """
 
     def __init__(
@@ -188,22 +184,20 @@ class Batcher:
         self._thread = thread
         self._max_rows = max_rows
         self._max_tokens = max_tokens
-        self._requests: deque[deque[tuple[Row, asyncio.Future[Score]]]] = deque()
+        self._waiting: deque[tuple[Row, asyncio.Future[Score]]] = deque()
         self._running: asyncio.Task[None] | None = None
 
     @property
     def num_waiting(self) -> int:
         """Return how many rows no forward has taken yet."""
-        return sum(not future.done() for request in self._requests for _, future in request)
+        return sum(not future.done() for _, future in self._waiting)
 
     async def score(self, rows: Sequence[Row]) -> list[float]:
         """Return the score of every row, or refuse the first that has none; cancelling it frees its
         place.
         """
-        if not rows:
-            return []
         futures = [asyncio.get_running_loop().create_future() for _ in rows]
-        self._requests.append(deque(zip(rows, futures, strict=True)))
+        self._waiting += zip(rows, futures, strict=True)
         if self._running is None or self._running.done():
             self._running = asyncio.ensure_future(self._run())
         scores = await asyncio.gather(*futures)
@@ -227,18 +221,14 @@ class Batcher:
         """Take rows until the forward is full."""
         taken: list[tuple[Row, asyncio.Future[Score]]] = []
         num_tokens = 0
-        while self._requests and len(taken) != self._max_rows:
-            request = self._requests[0]
-            row, future = request[0]
+        while self._waiting and len(taken) != self._max_rows:
+            row, future = self._waiting[0]
             if not future.done():  # or else given up
                 num_tokens += len(row)
                 if taken and num_tokens > self._max_tokens:
                     break
                 taken.append((row, future))
-            request.popleft()
-            self._requests.rotate(-1)  # it is the others' turn
-            if not request:
-                self._requests.pop()
+            self._waiting.popleft()
         return taken
 
     def _scores(self, rows: Sequence[Row]) -> list[Score]:
@@ -339,7 +329,7 @@ def build_app(service: RewardService, token: str | None) -> FastAPI:
         service.num_requests += 1
         try:
             body = await asyncio.wait_for(read_body(request, limits), limits.receive_timeout_s)
-            content = await service.once(id_of(request), body)
+            content = await service.once(request.headers.get("x-request-id"), body)
         except asyncio.TimeoutError as error:
             raise refused(408, "the request did not arrive in time", "body") from error
         except asyncio.CancelledError:  # by the end of the server
@@ -396,15 +386,9 @@ async def read_body(request: Request, limits: ServerLimitsConfig) -> bytes:
     return bytes(body)
 
 
-def id_of(request: Request) -> str | None:
-    """Return the id that a request gives itself."""
-    given = request.headers.get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else None
-
-
 def reply(request: Request, status: int, content: Content) -> Response:
     """Return a response with the id of its request."""
-    request_id = id_of(request) or uuid.uuid4().hex
+    request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
     headers = {"x-request-id": request_id}
     if status == 503:
         headers["retry-after"] = "1"
@@ -443,12 +427,8 @@ def serve_rewards(config: ServeRewardConfig) -> None:
 
 def read_models(config: ServeRewardConfig) -> list[ServedModel]:
     """Return every model of the command line, without weights; raise ConfigError."""
-    models = [ServedModel(config, path) for path in config.reward.model_paths]
-    names = [model.name for model in models]
-    for model in models:
-        if names.count(model.name) > 1:
-            model.name = model.path
-    return models
+    named = zip(config.reward.model_paths, config.reward.model_names, strict=True)
+    return [ServedModel(config, path, name) for path, name in named]
 
 
 def uvicorn_config(app: FastAPI, limits: ServerLimitsConfig) -> uvicorn.Config:

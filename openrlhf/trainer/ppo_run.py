@@ -31,7 +31,7 @@ from openrlhf.trainer.ppo_setup import (
 )
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
+from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup, start_forward
 from openrlhf.trainer.ray.cluster import Cluster, DevicePhases, local_cluster, ray_cluster
 from openrlhf.trainer.ray.model_actor import ModelWorker, TrainedWorker
@@ -197,11 +197,10 @@ def _rollouts(
         has_own_devices = cluster.view is not None and not config.train.colocate_all
         # Where engines do not pause, models that share their devices cannot wait for a pause.
         never_pauses = config.train.async_enable or config.algo.dynamic_filtering_enable
-        names = model_names(config.reward.model_paths)
         scorer = ModelScorer(
             {
                 name: partial(start_forward, groups[role], RewardModelActor.compute_rewards)
-                for name, role in zip(names, reward_roles(config), strict=True)
+                for name, role in zip(config.reward.model_names, reward_roles(config), strict=True)
             },
             config.reward.weights,
             in_turn=config.train.colocate_all,

@@ -6,7 +6,7 @@ import pytest
 
 from openrlhf.config.base import Caution
 from openrlhf.config.cli import parse_config
-from openrlhf.config.ppo import Estimator, PPOConfig
+from openrlhf.config.ppo import Estimator, PPOConfig, RewardConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
     ChatConfig,
@@ -204,3 +204,11 @@ def test_a_model_that_nobody_named_is_said():
 def test_flags_of_old_commands_without_effect_are_taken_and_said(name):
     said = f"--{name} has no effect; it is accepted for old commands."
     assert notices(SFTConfig, f"--{name} 1") == [said]
+
+
+def test_scores_of_several_reward_models_have_the_names_of_the_models() -> None:
+    for paths, names in (
+        ("a/helpful, b/safe/", ["helpful", "safe"]),
+        ("a/rm,b/rm,c", ["rm_1", "rm_2", "c"]),
+    ):
+        assert RewardConfig(model_name_or_path=paths).model_names == names

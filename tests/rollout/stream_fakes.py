@@ -127,7 +127,7 @@ class DrivenStream:
     ) -> None:
         self.loop = rollouts.loop
         self.ends_loop = ends_loop
-        self.describe = rollouts.describe
+        self.scorer = rollouts.scorer
         self._stream = rollouts.open_stream(sampling)
 
     @property

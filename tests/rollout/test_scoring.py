@@ -19,7 +19,7 @@ from openrlhf.rollout.scoring import (
     SourceScorer,
     add_score_metrics,
 )
-from openrlhf.trainer.ppo_utils.model_scorer import HINT, ModelScorer, model_names
+from openrlhf.trainer.ppo_utils.model_scorer import HINT, ModelScorer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
@@ -212,8 +212,3 @@ def test_a_model_that_answers_nan_fails_that_group_alone() -> None:
     scorer = ModelScorer({"m": forward([3.0, float("nan"), 1.0, 1.0])})  # type: ignore[dict-item]
     [(row, error)] = score_with(scorer, [group(0), group(1)], DROP).failed.items()
     assert (row, error) == (100, f"sample 0/1: the reward model m answered nan{HINT}")
-
-
-def test_parts_have_the_names_of_their_models() -> None:
-    assert model_names(["a/helpful", "b/safe/"]) == ["helpful", "safe"]
-    assert model_names(["a/rm", "b/rm", "c"]) == ["rm_1", "rm_2", "c"]

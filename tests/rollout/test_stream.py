@@ -120,7 +120,7 @@ def test_models_that_share_devices_with_training_score_before_it_or_after():
     for phase in (phases.training, phases.sync):
         with phase():
             engine.answer(next(iter(engine.asked)))
-            until(lambda: "1 prompts wait for their rewards" in stream.describe())
+            until(lambda: stream.scorer.num_unscored == 1)
             assert not stream.finished(0.1) and "scored" not in events
             events.append("trained")
         fetch(stream, 1)
@@ -207,7 +207,7 @@ def test_models_that_may_not_run_beside_generation_wait_for_its_end():
     submit(stream, range(3))
     engine.answer("t/0")
     engine.answer("t/1")
-    until(lambda: "2 prompts wait for their rewards" in stream.describe())
+    until(lambda: stream.scorer.num_unscored == 2)
     assert not stream.finished(0.1) and not sizes
     engine.answer("t/2")
     assert len(fetch(stream, 3)) == 3 and sizes == [6]

@@ -1,6 +1,5 @@
 """Scores over HTTP are the reward model's, whoever asks when, and the server stops in order."""
 
-import asyncio
 import gzip
 import json
 import logging
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -28,7 +26,7 @@ from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardModel
-from openrlhf.serving.reward_server import Batcher, read_token
+from openrlhf.serving.reward_server import read_token
 from openrlhf.utils.packing import PackedBatch
 from tests.serving.served import JSON, serving, unharmed, wait_until
 from tests.source import ROOT
@@ -114,24 +112,6 @@ def test_requests_that_arrive_during_a_forward_share_the_next_one(served, monkey
         gate.set()
         assert len({first.result()[0], *(other.result()[0] for other in others)}) == 6
     assert sizes == [1, 5]
-
-
-def test_a_forward_takes_a_row_of_each_request_in_turn():
-    forwards = []
-
-    def first_ids(rows):
-        forwards.append([row[0] for row in rows])
-        return [float(row[0]) for row in rows]
-
-    async def ask():
-        model = SimpleNamespace(score=first_ids)
-        batcher = Batcher(model, ThreadPoolExecutor(1), max_rows=2, max_tokens=100)
-        large = asyncio.ensure_future(batcher.score([[1], [2], [3]]))
-        small = asyncio.ensure_future(batcher.score([[4]]))
-        return await asyncio.gather(large, small)
-
-    assert asyncio.run(ask()) == [[1.0, 2.0, 3.0], [4.0]]
-    assert forwards == [[1, 4], [2, 3]]
 
 
 def test_normalized_rewards_use_mean_and_std_of_the_config(reward_dir):

@@ -204,10 +204,6 @@ class AgentEpisodes:
         """End the workers."""
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
-    def describe(self) -> str:
-        """Return how many episodes are under way."""
-        return f"{sum(worker.num_episodes for worker in self.workers)} episodes are acted out"
-
     async def act(self, request: RolloutRequest) -> list[Rollout]:
         """Return the rollouts of all episodes; AgentError when one has failed after its retries."""
         prompt, metrics = request.prompt, request.metrics

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import PurePosixPath
 
 from openrlhf.errors import RewardError
 from openrlhf.rollout.scoring import Group, Outcome
@@ -66,14 +65,3 @@ class ModelScorer:
             logged = parts if len(parts) > 1 else {}
             scored.append(replace(rollout, reward=reward, reward_parts=logged))
         return scored
-
-
-def model_names(paths: Sequence[str]) -> list[str]:
-    """Return the names of the parts of several reward models: the last word of each path, with a
-    number where two have the same.
-    """
-    words = [PurePosixPath(path).name for path in paths]
-    return [
-        word if words.count(word) == 1 else f"{word}_{words[: k + 1].count(word)}"
-        for k, word in enumerate(words)
-    ]
