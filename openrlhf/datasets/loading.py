@@ -40,7 +40,6 @@ MAX_LINE_MIB = 64
 MAX_SHOWN = 20  # bad rows
 _BUILDERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # all others hold JSON
 _DAMAGED = (DatasetsError, pa.ArrowException, ValueError, TypeError)
-_USUAL_TYPES = {"LargeList": "List", "large_string": "string", "string_view": "string"}
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark too
 
 
@@ -148,10 +147,9 @@ def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -
     path = _local_path(name)
     if sha256:
         _check_hash(name, path, sha256.lower())
-    found = (
+    parts = (
         _load_local(path, name, split) if os.path.exists(path) else [(name, _from_hub(name, split))]
     )
-    parts = [(place, _with_plain_text(rows)) for place, rows in found]
     if not (count := sum(len(rows) for _, rows in parts)):
         raise DataError(f"data set {name} has 0 rows in split '{split}'. Give one that has rows.")
     if num_rows and num_rows != str(count):
@@ -178,17 +176,6 @@ def _refuse_repeated_ids(parts: Parts) -> None:
         problems,
         "Give each row its own, or type --duplicate_ids keep if that is meant.",
     )
-
-
-def _with_plain_text(rows: Dataset) -> Dataset:
-    """Return rows with text and lists as they are elsewhere: pandas and polars write them as types
-    of their own, which do not go together with the usual ones.
-    """
-    told = json.dumps(rows.features.to_dict())
-    for kind, usual in _USUAL_TYPES.items():
-        told = told.replace(f'"{kind}"', f'"{usual}"')
-    features = Features.from_dict(json.loads(told))
-    return rows if features == rows.features else rows.cast(features)
 
 
 def _check_hash(name: str, path: Path, expected: str) -> None:

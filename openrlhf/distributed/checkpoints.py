@@ -15,7 +15,6 @@ import random
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,8 +36,6 @@ from openrlhf.utils.progress import progress
 STATE = "state.json"
 GIB = 1024**3
 MAX_FAILED_SAVES = 3  # in a row
-EXPORT_TRIES = 40  # at the end of a run
-EXPORT_PAUSE_S = 15.0  # between two of them
 _NAME = re.compile(r"global_step(\d+)(?:_hf)?")
 _BEST = "best_global_step*_hf"
 
@@ -370,20 +367,14 @@ def open_checkpoints(
 
 
 def export_final(export: Callable[[Path], None], path: Path) -> None:
-    """Write the trained model at `path`; while that fails try again, and at last elsewhere.
-
-    All ranks call. Raises CheckpointError that says where the weights are.
+    """Write the trained model at `path`, or elsewhere where that fails; all ranks call. Raise
+    CheckpointError that says where the weights are.
     """
     elsewhere = Path(tempfile.gettempdir()) / f"openrlhf-{path.absolute().name}-{os.getppid()}"
-    for number in range(EXPORT_TRIES):
-        try:
-            return export(path)
-        except CheckpointError as error:
-            problem = str(error)
-        if number == 0 and is_main():
-            wait = EXPORT_TRIES * EXPORT_PAUSE_S / 60
-            warn(f"{problem} Make room: it is tried for {wait:.0f} minutes, then in {elsewhere}.")
-        time.sleep(EXPORT_PAUSE_S)
+    try:
+        return export(path)
+    except CheckpointError as error:
+        problem = str(error)
     try:
         export(elsewhere)
     except CheckpointError as error:

@@ -101,7 +101,3 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
             metrics.add("nll_loss", nll_sum.item() / max(num_tokens, 1), weight=num_tokens)
             loss = loss + self.nll_coef * nll_sum / max(denominators["num_chosen_tokens"], 1.0)
         return loss, metrics
-
-    def summarise(self, values: dict[str, float]) -> dict[str, float]:
-        """Return how much better the chosen side is rewarded."""
-        return {"reward_margin": values["chosen_reward"] - values["reject_reward"]}

@@ -5,8 +5,7 @@ before the response of the next row, in the order of the batch, so that neither 
 micro-batches change it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +17,8 @@ from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.models.support import num_positions
-from openrlhf.trainer.base_trainer import Inputs, Samples, SampleSet, add_means
-from openrlhf.trainer.preference import (
-    PairSums,
-    PreferenceBatch,
-    ReferencedSamples,
-    ReferencedTrainer,
-    evaluating,
-)
+from openrlhf.trainer.base_trainer import Inputs, Samples, add_means
+from openrlhf.trainer.preference import PreferenceBatch, ReferencedTrainer, evaluating
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 
@@ -34,6 +27,7 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
     """The loss on single answers."""
 
     name = "kto"
+    keeps_reference = True  # for mismatched pairs
 
     def __init__(self, config: KTOConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         super().__init__(config, inputs, strategy)
@@ -54,26 +48,9 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
         is_desirable = torch.tensor([sample.is_desirable for sample in samples])
         return PreferenceBatch.of(samples, packed, is_desirable)
 
-    def pair_sums(
-        self, samples: SampleSet[UnpairedExample], batches: Iterable[list[int]]
-    ) -> PairSums:
-        """Return the reference's sums of the mismatched pairs of each batch."""
-        # Asked batch by batch: how sequences are packed decides their last bits, and a run that
-        # goes on starts at another batch.
-        found: dict[tuple[int, ...], list[list[float]]] = {}
-        for rows in batches:
-            pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
-            if pairs and tuple(rows) not in found:  # another epoch may have the same batch
-                lengths = [len(pair.token_ids) for pair in pairs]
-                found[tuple(rows)] = self.sums_of(pairs, range(len(pairs)), lengths)
-        return found
-
     def prepare(self, rows: Sequence[int], samples: Samples[UnpairedExample]) -> dict[str, float]:
         """Return the reference point of the batch."""
         pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
-        if isinstance(samples, ReferencedSamples):
-            sums = samples.pair_sums.get(tuple(rows), ())
-            pairs = [replace(p, ref_sums=own) for p, own in zip(pairs, sums, strict=True)]
         return {"reference_point": self.reference_point(pairs)}
 
     @torch.no_grad()
@@ -119,12 +96,6 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
         loss_sum = self.add_router_loss(losses_B.sum(), aux_loss_B, ones_B, metrics)
         metrics.add("loss", loss_sum.item() / num_samples, weight=num_samples)
         return loss_sum / denominators["num_samples"], metrics
-
-    def summarise(self, values: dict[str, float]) -> dict[str, float]:
-        """Return how much better wanted answers are rewarded than unwanted ones."""
-        if not {"chosen_reward", "reject_reward"} <= values.keys():
-            return {}
-        return {"reward_margin": values["chosen_reward"] - values["reject_reward"]}
 
     def _logprobs(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log-probs of whole responses, (B,), of policy and reference, and the router

@@ -1,13 +1,14 @@
 """Shared by the preference trainers: packed pairs and labelled answers, and the frozen reference.
 
 The reference is a second model or the policy's own base: an adapter that is switched off. It can be
-asked about all samples once, before the first step; a second model is then let go of.
+asked about all samples once, before the first step; a second model is then let go of, unless the
+recipe needs it for more.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
@@ -31,18 +32,13 @@ from openrlhf.trainer.base_trainer import (
 from openrlhf.utils.logging import notice
 from openrlhf.utils.packing import Batch, PackedBatch
 
-PairSums = Mapping[tuple[int, ...], Sequence[Sequence[float]]]
-
 
 class ReferencedSamples(Generic[SampleT]):
     """Samples that carry the log-prob sums of their responses under a frozen model."""
 
-    def __init__(
-        self, samples: SampleSet[SampleT], sums: Sequence[Sequence[float]], pair_sums: PairSums
-    ) -> None:
+    def __init__(self, samples: SampleSet[SampleT], sums: Sequence[Sequence[float]]) -> None:
         self.samples = samples
         self.lengths = samples.lengths
-        self.pair_sums = pair_sums  # by the rows of a batch: of its mismatched pairs
         self._sums = sums
 
     def __len__(self) -> int:
@@ -103,6 +99,7 @@ class ReferencedTrainer(BaseTrainer[SampleT, PreferenceBatch]):
     the first step.
     """
 
+    keeps_reference: ClassVar[bool] = False  # after it was asked about all samples
     # None where the loss needs none, or it was asked before.
     reference: EvalEngine | TrainEngine | None = None
 
@@ -127,23 +124,16 @@ class ReferencedTrainer(BaseTrainer[SampleT, PreferenceBatch]):
         """Keep the reference's log-probs of both sets and let go of the model."""
         if self.strategy.is_main:
             notice(f"computing the reference log-probs of {len(self.samples)} samples")
-        self.samples = self._referenced(self.inputs.samples, self.batches_left())
+        self.samples = self._referenced(self.inputs.samples)
         if self.inputs.eval_samples is not None:
-            batches = self.eval_batches(len(self.inputs.eval_samples))
-            self.eval_samples = self._referenced(self.inputs.eval_samples, batches)
-        self.reference = None
+            self.eval_samples = self._referenced(self.inputs.eval_samples)
+        if not self.keeps_reference:
+            self.reference = None
 
-    def _referenced(
-        self, samples: SampleSet[SampleT], batches: Iterable[list[int]]
-    ) -> ReferencedSamples[SampleT]:
+    def _referenced(self, samples: SampleSet[SampleT]) -> ReferencedSamples[SampleT]:
         lengths = samples.lengths.tolist()
-        pair_sums = self.pair_sums(samples, batches)
         parts = (self.sums_of(samples, rows, lengths) for rows in self.eval_batches(len(lengths)))
-        return ReferencedSamples(samples, [sums for part in parts for sums in part], pair_sums)
-
-    def pair_sums(self, samples: SampleSet[SampleT], batches: Iterable[list[int]]) -> PairSums:
-        """Return the reference's sums of sequences that are made of a batch's samples."""
-        return {}
+        return ReferencedSamples(samples, [sums for part in parts for sums in part])
 
     def sums_of(
         self, samples: Samples[SampleT], rows: Sequence[int], lengths: Lengths
@@ -160,6 +150,12 @@ class ReferencedTrainer(BaseTrainer[SampleT, PreferenceBatch]):
         for parts in all_gather_object(own, group=self.strategy.dp_group):
             found.update(parts)
         return [found[row] for row in rows]
+
+    def summarise(self, values: dict[str, float]) -> dict[str, float]:
+        """Return how much better wanted answers are rewarded than unwanted ones."""
+        if not {"chosen_reward", "reject_reward"} <= values.keys():
+            return {}
+        return {"reward_margin": values["chosen_reward"] - values["reject_reward"]}
 
     @torch.no_grad()
     def reference_sums(self, batch: PreferenceBatch) -> Tensor | None:

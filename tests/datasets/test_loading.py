@@ -3,8 +3,6 @@
 import gzip
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from openrlhf.datasets.loading import load_rows, row_place
@@ -78,18 +76,6 @@ def test_data_sets_follow_one_another_without_probabilities(tmp_path):
     rows = load_rows(f"{one}, {two}")
     assert rows["input"] == ["a", "b", "c"]
     assert rows["extra"] == [None, None, "x"]
-
-
-def test_text_of_pandas_and_polars_goes_with_that_of_others(tmp_path):
-    messages = [{"role": "user", "content": "a"}]
-    one = write_jsonl(tmp_path / "one.jsonl", [{"x": "a", "m": messages}] * 2)
-    item = pa.struct({"role": pa.large_string(), "content": pa.large_string()})
-    kinds = pa.schema({"x": pa.large_string(), "m": pa.large_list(item)})
-    table = pa.Table.from_pylist([{"x": "b", "m": messages}], schema=kinds)
-    pa.parquet.write_table(table, tmp_path / "two.parquet")
-    rows = load_rows(f"{one},{tmp_path / 'two.parquet'}")
-    assert rows["x"] == ["a", "a", "b"] and rows["m"] == [messages] * 3
-    assert row_place(rows, 2) == f"{tmp_path / 'two.parquet'}: row 1"
 
 
 def test_probabilities_interleave_and_the_seed_fixes_the_order(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from openrlhf.cli import train_sft
-from openrlhf.distributed import checkpoints, export
+from openrlhf.distributed import export
 from tests.tiny import write_jsonl
 
 
@@ -34,13 +34,11 @@ def full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         write_folder(model, state, tokenizer, path)
 
     monkeypatch.setattr(export, "write_folder", write)
-    monkeypatch.setattr(checkpoints, "EXPORT_TRIES", 3)
-    monkeypatch.setattr(checkpoints, "EXPORT_PAUSE_S", 0.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
     return tried
 
 
-def test_a_model_without_room_at_the_end_is_tried_again_and_then_written_elsewhere(
+def test_a_model_without_room_at_the_end_is_written_elsewhere(
     full: list[str], tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import transformers
@@ -53,10 +51,9 @@ def test_a_model_without_room_at_the_end_is_tried_again_and_then_written_elsewhe
     start = f"error: the model cannot be written to {tmp_path}/run: No space left on device. It "
     assert error.startswith(start + "takes 0.00 GB, ")
     assert "Traceback" not in "".join(lines)
-    assert [line.startswith("warning: the model cannot be") for line in lines].count(True) == 1
     [elsewhere] = (tmp_path / "elsewhere").iterdir()
     assert f"It was written to {elsewhere} instead: move it from there." in error
-    assert full == ["run"] * 3 + [elsewhere.name]
+    assert full == ["run", elsewhere.name]
     transformers.AutoModelForCausalLM.from_pretrained(elsewhere)
     assert not (tmp_path / "run" / ".export").exists()
     assert not (tmp_path / "run" / "finished.json").exists()

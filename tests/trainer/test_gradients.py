@@ -136,7 +136,7 @@ def start(folder: Path, case: str, flags: str = "") -> BaseTrainer:
         trainer.reference = trainer.load_reference(str(other))
     if "--precompute_ref_log_probs" in own:
         trainer.precompute_reference()
-        assert trainer.reference is None
+        assert (trainer.reference is None) == (command == "dpo")
     return trainer
 
 
