@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from openrlhf.config.cli import leaves
-from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig, RunConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
@@ -100,6 +100,18 @@ class DeepSpeedStrategy:
         self.device = torch.device("cpu")
         self.dp_group: dist.ProcessGroup | None = None  # None: the whole world
         self.context: ContextGroup | None = None  # None: no row is shared
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "DeepSpeedStrategy":
+        """Return the back end of a training command."""
+        train = config.train
+        return cls(
+            config.ds,
+            seed=train.seed,
+            full_determinism=train.full_determinism_enable,
+            local_rank=config.local_rank,
+            rank_timeout_s=train.rank_timeout_s,
+        )
 
     def setup(self) -> None:
         """Seed everything, join the process group, take the device."""

@@ -9,7 +9,8 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +21,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.config.base import CommandConfig
-from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.config.common import DeepSpeedConfig, RunConfig
 from openrlhf.config.local_paths import looks_local
-from openrlhf.errors import ConfigError, first_line
+from openrlhf.errors import ConfigError, Gathered, first_line
 from openrlhf.models.actor import Actor, token_stats
 from openrlhf.models.adapters import SCALE_FIELDS, merge_adapter_into, would_run_code
 from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.models.support import OWN_ATTENTION, padding_note
+from openrlhf.models.support import OWN_ATTENTION, padding_note, refuse_unsupported
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.logging import say_notices
 from openrlhf.utils.packing import PackedBatch
@@ -67,6 +68,25 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)} {remedy}") from error
+
+
+def read_configs(
+    paths: Sequence[str], command: RunConfig, gathered: Gathered, *, has_router_loss: bool
+) -> dict[str, PretrainedConfig]:
+    """Return the configs of models by path, of which the first is trained; note what forbids to
+    read or use one.
+    """
+    found = {}
+    for path in dict.fromkeys(paths):
+        load = partial(load_config, path, trust_remote_code=command.trust_remote_code)
+        if (facts := gathered.attempt(load)) is not None:
+            found[path] = facts
+            needs = {
+                "has_token_budget": command.train.dynamic_batch_enable,
+                "has_router_loss": has_router_loss and path == paths[0],
+            }
+            gathered.attempt(partial(refuse_unsupported, facts, path, command.ds, **needs))
+    return found
 
 
 def _stored_head(path: str) -> dict[str, object]:

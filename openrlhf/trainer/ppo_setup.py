@@ -20,8 +20,8 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered
-from openrlhf.models.loading import is_value_model, load_config
-from openrlhf.models.support import num_positions, refuse_unsupported
+from openrlhf.models.loading import check_value_model, read_configs
+from openrlhf.models.support import num_positions
 from openrlhf.models.value_head import reward_mean_and_std
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward
@@ -208,23 +208,16 @@ def check_models(
     config: PPOConfig, gathered: Gathered, *, has_engines: bool
 ) -> "PretrainedConfig | None":
     """Note what forbids to use a model; return the policy's config, if it can be read."""
-    path = config.policy_path
-    load = partial(load_config, trust_remote_code=config.trust_remote_code)
-    found = {name: gathered.attempt(partial(load, name)) for name in named_models(config)}
+    path, reads_experts = config.policy_path, config.actor.aux_loss_coef > 0
+    names = named_models(config)
+    found = read_configs(names, config, gathered, has_router_loss=reads_experts)
     for name, facts in found.items():
-        if facts is None:
-            continue
-        needs = {
-            "has_token_budget": config.train.dynamic_batch_enable,
-            "has_router_loss": config.actor.aux_loss_coef > 0 and name == path,
-        }
-        gathered.attempt(partial(refuse_unsupported, facts, name, config.ds, **needs))
         if name in config.reward.model_paths:
             gathered.attempt(partial(_check_head, config, name, facts))
         gathered.attempt(partial(_check_positions, config, name, facts))
-    if found[path] is not None and has_engines:
+    if path in found and has_engines:
         gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
-    return found[path]
+    return found.get(path)
 
 
 def named_models(config: PPOConfig) -> list[str]:
@@ -254,15 +247,10 @@ def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
 
 def _check_head(config: PPOConfig, path: str, facts: "PretrainedConfig") -> None:
     """Refuse a reward model without a value head, or without a scale to normalise by."""
-    if base_of_adapter(path) is not None:  # both are known when it is merged
-        return
-    if not is_value_model(facts):
-        raise ConfigError(
-            f"--reward_pretrain {path} has no value head. Give a reward model, such as train_rm "
-            "makes."
-        )
-    if config.reward.normalize_enable:
-        reward_mean_and_std(facts)
+    if base_of_adapter(path) is None:  # both are known when it is merged
+        check_value_model(facts, f"--reward_pretrain {path}")
+        if config.reward.normalize_enable:
+            reward_mean_and_std(facts)
 
 
 def _check_positions(config: PPOConfig, name: str, facts: "PretrainedConfig") -> None:

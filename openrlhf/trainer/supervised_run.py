@@ -8,7 +8,7 @@ import os
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,8 +37,8 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import Gathered
-from openrlhf.models.loading import load_config, say_padded
-from openrlhf.models.support import check_here, num_positions, refuse_unsupported
+from openrlhf.models.loading import read_configs, say_padded
+from openrlhf.models.support import check_here, num_positions
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, num_updates
 from openrlhf.utils import stopping
 from openrlhf.utils.adapter_folder import base_of_adapter
@@ -54,9 +54,6 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.tokenizer import load_tokenizer
 from openrlhf.utils.tracking import make_tracker
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 Recipe = type[BaseTrainer[Any, Any]]
@@ -76,13 +73,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
     if not topology.is_main:
         hide_bars()  # one rank draws for all
     inputs = prepare_inputs(recipe, config)
-    strategy = DeepSpeedStrategy(
-        config.ds,
-        seed=config.train.seed,
-        full_determinism=config.train.full_determinism_enable,
-        local_rank=config.local_rank,
-        rank_timeout_s=config.train.rank_timeout_s,
-    )
+    strategy = DeepSpeedStrategy.of(config)
     if strategy.is_main:
         say_inputs(recipe, config, inputs)
     strategy.setup()
@@ -126,7 +117,12 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
     assert model_path is not None, "a model is needed"
     gathered = Gathered()
     gathered.attempt(partial(check_here, config.ds))
-    configs = _configs(recipe, config, model_path, gathered)
+    configs = read_configs(
+        (model_path, *recipe.other_models(config)),
+        config,
+        gathered,
+        has_router_loss=config.model.aux_loss_coef > 0,
+    )
     data = config.data
     tokenizer = gathered.attempt(
         lambda: load_tokenizer(
@@ -154,26 +150,6 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
         made.append(samples)
     gathered.raise_if_any()
     return Inputs(model_path, tokenizer, *made)
-
-
-def _configs(
-    recipe: Recipe, config: ConfigT, model_path: str, gathered: Gathered
-) -> "dict[str, PretrainedConfig]":
-    """Return the configs of the models that read the rows, by path."""
-    found: dict[str, PretrainedConfig] = {}
-    for path in dict.fromkeys((model_path, *recipe.other_models(config))):
-        facts = gathered.attempt(
-            partial(load_config, path, trust_remote_code=config.trust_remote_code)
-        )
-        if facts is None:
-            continue
-        found[path] = facts
-        needs = {
-            "has_token_budget": config.train.dynamic_batch_enable,
-            "has_router_loss": config.model.aux_loss_coef > 0 and path == model_path,
-        }
-        gathered.attempt(partial(refuse_unsupported, facts, path, config.ds, **needs))
-    return found
 
 
 def say_inputs(recipe: Recipe, config: ConfigT, inputs: Inputs) -> None:

@@ -224,9 +224,6 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 class OpenAIAgentExecutor(AgentExecutorBase):
     """Gives `run` an address for OpenAI clients; what they say and hear becomes the sample."""
 
-    # For clients that always send a temperature; else one that is not the run's is refused.
-    ignores_client_sampling: bool = False
-
     async def run(self, session: OpenAISession, prompt: str, label: Any) -> dict[str, Any]:
         """Solve one row and return {"reward": …, "scores"?: …, "extra_logs"?: …}."""
         raise NotImplementedError
@@ -236,10 +233,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     ) -> dict[str, Any]:
         """Open a session and return what `run` returns."""
         engine = given.get("llm_engine") or self.llm_engine
-        session = engine.open_session(
-            sampling_params, ignores_client_sampling=self.ignores_client_sampling
-        )
-        return await self.run(session, prompt, label)
+        return await self.run(engine.open_session(sampling_params), prompt, label)
 
 
 async def make_instance(instance_cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -182,18 +182,6 @@ return {"reward": 1.0, "extra_logs": {key: 1 for key in refused}}
     assert len(result.extra_logs) == 10  # every case
 
 
-def test_a_client_that_always_sends_a_temperature_can_be_served(tmp_path, tiny_tokenizer):
-    body = """
-await chat.create(model=session.model, messages=talk, temperature=0.3, top_p=0.9, max_tokens=2)
-return {"reward": 1.0}
-"""
-    extra = "    ignores_client_sampling = True"
-    result, engine = run_agent(body, tmp_path, tiny_tokenizer, extra=extra)
-    sampling = engine.requests[0].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (1.0, 1.0, 2)
-    assert not result.is_truncated  # two tokens were all that the client asked for
-
-
 def test_a_full_context_is_told_as_openai_tells_it(tmp_path, tiny_tokenizer):
     body = """
 for turn in range(9):

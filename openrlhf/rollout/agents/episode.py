@@ -413,17 +413,10 @@ class AgentEngine:
         """Return the ids of text that follows other text; special tokens keep their meaning."""
         return self._codec.encode_continuation(text)
 
-    def open_session(
-        self, sampling_params: object = None, *, ignores_client_sampling: bool = False
-    ) -> OpenAISession:
-        """Return the address under which OpenAI clients talk to the policy in this episode.
-
-        A temperature, top_p or penalty that is not the run's is refused, or ignored if wished.
-        """
+    def open_session(self, sampling_params: object = None) -> OpenAISession:
+        """Return the address under which OpenAI clients talk to the policy in this episode."""
         params = {k: v for k, v in named_values(sampling_params).items() if v is not None}
-        return self._open_session(
-            current_episode(), params, ignores_client_sampling=ignores_client_sampling
-        )
+        return self._open_session(current_episode(), params)
 
     async def get_tokenizer(self) -> Tokenizer:
         """Return the policy's tokenizer."""

@@ -26,7 +26,7 @@ from pydantic_core import from_json
 from openrlhf.datasets.chat import Message, RowError, render, to_messages
 from openrlhf.engines.base import Completion
 from openrlhf.errors import ConfigError, EngineError
-from openrlhf.rollout.agents.episode import FIXED, Episode, TextCodec, sample_turn
+from openrlhf.rollout.agents.episode import Episode, TextCodec, sample_turn
 from openrlhf.utils.agent import AgentError, BadAnswerError, OpenAISession
 
 KEPT_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -75,7 +75,6 @@ class ChatSession:
         self.episode = episode
         self.codec = codec
         self.base = base  # sampling of the episode, under what a request says
-        self.ignores_client_sampling = False
         self.dialogue = Dialogue(codec)
 
     async def chat(self, body: bytes) -> tuple[ChatRequest, dict[str, Any]]:
@@ -86,8 +85,6 @@ class ChatSession:
             message = f"model is {request.model!r}. Use {MODEL_NAME!r}, as session.model says."
             raise refusal(400, message, param="model", code="model_not_found")
         sampling = {name: value for name, value in extra.items() if value is not None}
-        if self.ignores_client_sampling:
-            sampling = {k: v for k, v in sampling.items() if k not in FIXED}
         limit = request.max_completion_tokens or request.max_tokens
         params = {**self.base, **sampling, **({"max_tokens": limit} if limit else {})}
         turn = self.dialogue.prepare(request.messages, request.shown_tools)
@@ -179,12 +176,9 @@ class OpenAIServer:
         serve = uvicorn.Server(config).run
         threading.Thread(target=serve, args=([listening],), name="openai", daemon=True).start()
 
-    def open_session(
-        self, episode: Episode, params: Mapping[str, Any], *, ignores_client_sampling: bool
-    ) -> OpenAISession:
+    def open_session(self, episode: Episode, params: Mapping[str, Any]) -> OpenAISession:
         """Return address and key for an episode, valid as long as it runs."""
         session = ChatSession(episode, self._codec, params)
-        session.ignores_client_sampling = ignores_client_sampling
         key = f"sk-{secrets.token_hex(16)}"
         episode.sessions.append(session)
         self._sessions[key] = session

@@ -128,17 +128,13 @@ class Worker:
         self._extras = accepted(self._executor.execute, asked)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def _open_session(
-        self, episode: Episode, params: Mapping[str, Any], *, ignores_client_sampling: bool
-    ) -> OpenAISession:
+    def _open_session(self, episode: Episode, params: Mapping[str, Any]) -> OpenAISession:
         if self._server is None:  # only where an agent asks for one
             from openrlhf.rollout.agents.openai_server import OpenAIServer  # noqa: PLC0415
 
             tokenizer = copy.deepcopy(self._codec.tokenizer)  # the server has its own thread
             self._server = OpenAIServer(TextCodec(tokenizer))
-        session: OpenAISession = self._server.open_session(
-            episode, params, ignores_client_sampling=ignores_client_sampling
-        )
+        session: OpenAISession = self._server.open_session(episode, params)
         return session
 
     async def _run(self, request: EpisodeRequest) -> EpisodeResult:

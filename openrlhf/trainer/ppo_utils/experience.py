@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.packing import Batch, PackedBatch
 from openrlhf.utils.rollout import Rollout
 
 TOKEN, ACTION, SAMPLE = ({"axis": axis} for axis in ("token", "action", "sample"))
 
 
 @dataclass(frozen=True)
-class Experience:
+class Experience(Batch):
     """B samples, T tokens, N sampled tokens."""
 
     seq_lengths: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to T
@@ -78,10 +78,6 @@ class Experience:
             return torch.cat([column[:0], *(parts[index] for index in indices)])
 
         return self._mapped(picked)
-
-    def to(self, device: torch.device | str) -> "Experience":
-        """Return the same samples on another device."""
-        return self._mapped(lambda axis, column: column.to(device))
 
     @property
     def episodes(self) -> list[list[int]]:

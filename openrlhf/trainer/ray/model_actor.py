@@ -89,14 +89,7 @@ class ModelWorker:
 
     def setup(self) -> None:
         """Start the distributed runtime in a process that already knows its rank."""
-        train = self.config.train
-        self.strategy = DeepSpeedStrategy(
-            self.config.ds,
-            seed=train.seed,
-            full_determinism=train.full_determinism_enable,
-            local_rank=self.config.local_rank,
-            rank_timeout_s=train.rank_timeout_s,
-        )
+        self.strategy = DeepSpeedStrategy.of(self.config)
         self.strategy.setup()
         check_here(self.config.ds, is_cuda=self.strategy.device.type == "cuda")
 
