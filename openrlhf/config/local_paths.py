@@ -49,7 +49,7 @@ def path_problems(config: CommandConfig) -> Iterator[str]:
 def reads_from(config: CommandConfig, folder: Path) -> bool:
     """Return True if a model, data set or other input of this config lies in a folder."""
     inputs = [thing for thing in named_things(config) if thing[1] not in OUTPUTS]
-    paths = [_path_of(opens, name) for _, opens, names in inputs for name in names]
+    paths = [path_of(opens, name) for _, opens, names in inputs for name in names]
     return any(path.resolve().is_relative_to(folder.resolve()) for path in paths if path)
 
 
@@ -63,7 +63,7 @@ def looks_local(name: str) -> bool:
 def is_hub_id(opens: str, name: str) -> bool:
     """Return True for the name of a model or data set that is not on this machine."""
     is_fetched = opens in ("model", "models", "data")
-    return is_fetched and "://" not in name and _path_of(opens, name) is None
+    return is_fetched and "://" not in name and path_of(opens, name) is None
 
 
 def is_template_text(template: str) -> bool:
@@ -80,7 +80,7 @@ def names_in(opens: str, value: str) -> list[str]:
 
 def _problems(opens: str, name: str, typed: str) -> Iterator[str]:
     """Yield what is wrong with one name and what to type instead; `typed` is the flag with it."""
-    path = _path_of(opens, name)
+    path = path_of(opens, name)
     if path is None:
         return
     problem = None
@@ -111,7 +111,7 @@ def _output_problems(opens: str, name: str, typed: str) -> Iterator[str]:
         yield f"{typed} cannot be written: {place}: {error.strerror}. Type {remedy}."
 
 
-def _path_of(opens: str, name: str) -> Path | None:
+def path_of(opens: str, name: str) -> Path | None:
     """Return the path a name stands for; None for a hub id, a URL, a module or a text."""
     path = _expanded(name)
     if opens in ("file", "folder"):

@@ -87,8 +87,6 @@ HELD_OUT = ("dataset", "split", "steps")  # of `eval.*`
 class SupervisedConfig(RunConfig, OptimizerConfig):
     """Top of every supervised trainer's tree; each has its own defaults."""
 
-    has_value_head: ClassVar[bool] = False
-
     model: ModelConfig = ModelConfig()
     data: DatasetConfig = DatasetConfig()
     train: TrainConfig = TrainConfig()
@@ -134,7 +132,6 @@ class RMModelConfig(ModelConfig):
 class RMConfig(SupervisedConfig):
     """Pairwise reward model (train_rm)."""
 
-    has_value_head: ClassVar[bool] = True
     shows: ClassVar = {"eval": HELD_OUT, "data": PAIRS}
 
     adam: AdamConfig = AdamConfig(lr=9e-6)

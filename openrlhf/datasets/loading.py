@@ -10,7 +10,6 @@ import csv
 import gzip
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -29,7 +28,7 @@ from datasets.data_files import (
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from openrlhf.config.base import DATA_SUFFIXES
-from openrlhf.config.local_paths import looks_local
+from openrlhf.config.local_paths import names_in, path_of
 from openrlhf.errors import ConfigError, DataError, Gathered, first_line
 from openrlhf.utils.progress import are_drawn
 
@@ -61,9 +60,8 @@ def load_rows(
     for each data set. Raise ConfigError or DataError with a one-line remedy for each data set that
     cannot be used.
     """
-    listed = [spec] if os.path.exists(os.path.expanduser(spec)) else spec.split(",")
-    names = [name.strip() for name in listed if name.strip()]
-    if not names:
+    names = names_in("data", spec)
+    if not any(names):
         raise ConfigError(
             "no data set is named. Give files, folders or hub names, separated by commas."
         )
@@ -147,9 +145,7 @@ def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -
     path = _local_path(name)
     if sha256:
         _check_hash(name, path, sha256.lower())
-    parts = (
-        _load_local(path, name, split) if os.path.exists(path) else [(name, _from_hub(name, split))]
-    )
+    parts = [(name, _from_hub(name, split))] if path is None else _load_local(path, name, split)
     if not (count := sum(len(rows) for _, rows in parts)):
         raise DataError(f"data set {name} has 0 rows in split '{split}'. Give one that has rows.")
     if num_rows and num_rows != str(count):
@@ -178,8 +174,8 @@ def _refuse_repeated_ids(parts: Parts) -> None:
     )
 
 
-def _check_hash(name: str, path: Path, expected: str) -> None:
-    if not path.is_file():
+def _check_hash(name: str, path: Path | None, expected: str) -> None:
+    if path is None or not path.is_file():
         raise ConfigError(
             f"--expect_sha256 is of a file, and data set {name} is none. Leave it out, or name the "
             "file."
@@ -193,21 +189,18 @@ def _check_hash(name: str, path: Path, expected: str) -> None:
         )
 
 
-def _local_path(name: str) -> Path:
-    """Return the path of `path` or `folder@subfolder`; raise ConfigError for one that does not
-    exist, a script or a URL.
+def _local_path(name: str) -> Path | None:
+    """Return the path of `path` or `folder@subfolder`, None for a hub name; raise ConfigError for a
+    path that does not exist, a script or a URL.
     """
-    path = os.path.expanduser(name)
-    folder, _, subset = path.rpartition("@")
-    if not os.path.exists(path) and folder and os.path.isdir(folder):
-        path = os.path.join(folder, subset)
-    is_needed = looks_local(name) or "://" in name
-    if name.endswith(".py") or (is_needed and not os.path.exists(path)):
+    path = path_of("data", name)
+    is_missing = path is not None and not path.exists()
+    if is_missing or "://" in name or name.endswith(".py"):
         raise ConfigError(
             f"data set {name} does not exist; scripts are never run, and URLs not fetched. "
             f"Give a file ({', '.join(DATA_SUFFIXES)}), a folder of them, or a hub name."
         )
-    return Path(path)
+    return path
 
 
 def _load_local(path: Path, name: str, split: str) -> Parts:

@@ -40,7 +40,7 @@ LIBRARIES = ("openrlhf", "torch", "transformers", "peft", "deepspeed", "vllm", "
 
 def export_hf(
     hf_model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase,
     path: str | Path,
     *,
     tensors: NamedTensors | None = None,
@@ -99,7 +99,7 @@ def _free_bytes(path: Path) -> int:
 def write_folder(
     hf_model: nn.Module,
     state: dict[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase,
     path: Path,
 ) -> None:
     """Write a model with these weights at `path`: first beside it, then moved into place."""
@@ -114,8 +114,7 @@ def write_folder(
     if "value_head_prefix" in config.to_dict():  # an adapter's files have no place for it either
         config, tokenizer = scorable(config, tokenizer)
         config.save_pretrained(temporary)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
     card = temporary / "README.md"
     card.write_text(model_card(hf_model))
     for file in temporary.glob("*.safetensors"):
@@ -175,8 +174,8 @@ def _move_in(temporary: Path, path: Path) -> None:
 
 
 def scorable(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Return copies of config and tokenizer of a model with a scalar head, whose pad id ends no
     text.
 
@@ -186,19 +185,16 @@ def scorable(
     """
     config, tokenizer = copy.deepcopy(config), copy.deepcopy(tokenizer)
     text = config.get_text_config()
-    named, pad_id = text.eos_token_id, text.pad_token_id
-    ends = set(named) if isinstance(named, (list, tuple)) else {named}
-    if tokenizer is not None:
-        ends.add(tokenizer.eos_token_id)
-        token = _pad_token(tokenizer, ends, text.vocab_size)
-        if token is not None:
-            tokenizer.add_special_tokens({"pad_token": token})
-        else:
-            warn(
-                f"the tokenizer has no pad token but {tokenizer.pad_token}, which ends texts: "
-                "Transformers scores single texts with this model, and refuses batches."
-            )
-        pad_id = tokenizer.pad_token_id
+    named = text.eos_token_id
+    ends = {*(named if isinstance(named, (list, tuple)) else [named]), tokenizer.eos_token_id}
+    if (token := _pad_token(tokenizer, ends, text.vocab_size)) is not None:
+        tokenizer.add_special_tokens({"pad_token": token})
+    else:
+        warn(
+            f"the tokenizer has no pad token but {tokenizer.pad_token}, which ends texts: "
+            "Transformers scores single texts with this model, and refuses batches."
+        )
+    pad_id = tokenizer.pad_token_id
     for part in (config, text):
         part.pad_token_id = None if pad_id in ends else pad_id
     return config, tokenizer

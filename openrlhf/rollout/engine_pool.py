@@ -70,7 +70,6 @@ class EnginePool:
             rollout = Rollout(
                 sample_id=names[k],
                 group_id=request.group_id,
-                row_id=prompt.row_id,
                 token_ids=token_ids,
                 action_mask=action_mask,
                 logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
@@ -79,10 +78,7 @@ class EnginePool:
                 prompt_text=prompt.prompt_text,
                 response_text=texts[k],
                 plain_response=plain[k],
-                label=prompt.label,
-                datasource=prompt.datasource,
-                columns=prompt.columns,
-                source_prompt=prompt.source,
+                **prompt.of_samples,
             )
             group.append(rollout)
         return group

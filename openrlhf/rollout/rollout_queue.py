@@ -286,13 +286,7 @@ def read_groups(folder: Path, prompts: PromptDataset, origin: str) -> list[Kept]
     written, kept = torch.load(path, weights_only=True) if path.exists() else (None, [])
     groups = []
     for key, age, rollouts in kept if written == origin else ():
-        prompt = prompts[key[1]]
-        of_prompt = {
-            "group_id": 0,  # a step gives it one
-            "row_id": prompt.row_id,
-            "label": prompt.label,
-            "datasource": prompt.datasource,
-            "columns": prompt.columns,
-        }
-        groups.append((key, age, [Rollout(**of_prompt, **own) for own in rollouts]))
+        # A step gives it its group id.
+        shared = {"group_id": 0, **prompts[key[1]].of_samples}
+        groups.append((key, age, [Rollout(**shared, **own) for own in rollouts]))
     return groups

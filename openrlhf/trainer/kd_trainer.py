@@ -99,11 +99,6 @@ class Teacher(Actor):
         """
         return self.states_at(batch, batch.predict_index).hidden_nH
 
-    @property
-    def head_parameters(self) -> list[nn.Parameter]:
-        """Return what must be whole while the student reads the teacher's head."""
-        return list(self.head.parameters())
-
 
 def as_head(head: ChunkedHead, hidden_NH: Tensor) -> Head:
     """Return states with the head in front of which they stand."""
@@ -208,7 +203,9 @@ class KDTrainer(SFTTrainer):
         """Return the sum over tokens / tokens of the step, plus the router loss of experts."""
         hidden_NK = self.teacher(batch)
         teacher = self.teacher.module
-        with gathered(teacher.head_parameters):  # under ZeRO-3 they are whole only in its forward
+        with gathered(
+            list(teacher.head.parameters())
+        ):  # under ZeRO-3 they are whole only in its forward
             terms: StudentTerms = self.engine(batch, as_head(teacher.head, hidden_NK))
         num_tokens, metrics = len(terms.logprobs), Metrics()
         add_means(metrics, {"gpt_loss": -terms.logprobs, "distil_loss": terms.divergence})

@@ -8,6 +8,7 @@ action_mask [F, F, T, T]; logprobs has one number per sampled token.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,17 @@ class PromptRecord:
     datasource: str = "default"
     columns: dict[str, object] = field(default_factory=dict)  # the row's other columns
     source: object = None  # the prompt as its row has it: text, or messages
+
+    @property
+    def of_samples(self) -> dict[str, Any]:
+        """Return what all samples of the prompt share, by the names of `Rollout`."""
+        return {
+            "row_id": self.row_id,
+            "label": self.label,
+            "datasource": self.datasource,
+            "columns": self.columns,
+            "source_prompt": self.source,
+        }
 
 
 @dataclass(frozen=True)

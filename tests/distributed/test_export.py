@@ -133,7 +133,7 @@ def test_a_lora_model_is_exported_as_a_peft_adapter(folder: Path, lora: peft.Pef
     for name, parameter in lora.named_parameters():
         parameter.requires_grad_("lora_" in name)
     path = folder / "adapter"
-    export_hf(lora, None, path)
+    export_hf(lora, transformers.AutoTokenizer.from_pretrained(folder / "qwen2"), path)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {f.name for f in path.iterdir()}
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen2")
     loaded = peft.PeftModel.from_pretrained(base, path)

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.collectives import shut_down
@@ -65,7 +66,8 @@ def train(folder: Path, name: str, options: dict) -> dict:
     with torch.no_grad():
         said = loss_of(engine, name, SEQUENCES)[1]
     where = "-".join(map(str, (strategy.topology.world_size, name, *options.values())))
-    export_hf(model.model, None, folder / where)
+    tokenizer = AutoTokenizer.from_pretrained(folder / ("reward" if name == "critic" else name))
+    export_hf(model.model, tokenizer, folder / where)
     weights = {n: t.clone() for n, t in stored_parameters(engine.module)}
     engine.save_states(folder / f"{where}-states")
     engine.backward(loss_of(engine, name, SEQUENCES[:1])[0], is_last_micro_batch=True)

@@ -256,7 +256,6 @@ class AgentEpisodes:
                 sample_id=f"{sample_id}#{index}" if index else sample_id,
                 episode_id=sample_id,
                 group_id=group_id,
-                row_id=prompt.row_id,
                 token_ids=torch.tensor(segment.token_ids, dtype=torch.int64),
                 action_mask=torch.tensor(segment.action_mask, dtype=torch.bool),
                 logprobs=torch.tensor(segment.logprobs, dtype=torch.float32),
@@ -266,9 +265,7 @@ class AgentEpisodes:
                 if index
                 else prompt.prompt_text,
                 response_text=self._text(segment, segment.num_prompt_tokens, None),
-                label=prompt.label,
-                datasource=prompt.datasource,
-                columns=prompt.columns,
+                **prompt.of_samples,
                 reward=result.reward,
                 score=result.score,
                 extra_logs=result.extra_logs,
