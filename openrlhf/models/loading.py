@@ -364,7 +364,8 @@ def is_value_model(config: PretrainedConfig) -> bool:
 def check_value_model(config: PretrainedConfig, path: str) -> None:
     """Raise ConfigError for a checkpoint without a scalar head."""
     if not is_value_model(config):
-        raise ConfigError(f"The model at {path!r} has no value head. Give a trained reward model.")
+        remedy = "Give a reward model, such as train_rm makes."
+        raise ConfigError(f"{path} has no value head. {remedy}")
 
 
 def _is_classifier(config: PretrainedConfig) -> bool:

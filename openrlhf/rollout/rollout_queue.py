@@ -53,17 +53,11 @@ class RolloutQueue:
         rollouts: Rollouts,
         sampling: SamplingSettings,
         limits: AsyncLimits,
-        *,
-        origin: str,
     ) -> None:
-        """`origin` tells how samples are made and rewarded now; those of another are not taken
-        up.
-        """
         self.sampler = sampler
         self.rollouts = rollouts
         self.loop = rollouts.loop
         self.sampling = sampling
-        self.origin = origin
         self.limits = limits
         self._core = AsyncController(limits, sampler.ledger)
         self._groups: dict[Key, list[Rollout]] = {}  # finished, not yet taken
@@ -152,7 +146,7 @@ class RolloutQueue:
 
     def load_groups(self, folder: Path) -> None:
         """Take up what `finished_groups` gave and a folder keeps, after `load_state_dict`."""
-        self._kept = read_groups(folder, self.sampler.prompts, self.origin)
+        self._kept = read_groups(folder, self.sampler.prompts, self.sampling)
 
     @on_loop
     async def take_metrics(self) -> Metrics:
@@ -257,7 +251,7 @@ class RolloutQueue:
         return (episode, rows[0]) if rows else None
 
 
-def write_groups(folder: Path, groups: Sequence[Kept], origin: str) -> None:
+def write_groups(folder: Path, groups: Sequence[Kept], sampling: SamplingSettings) -> None:
     """Write finished samples into a folder, token-exact; no file where there are none.
 
     What the data set says of a prompt is not kept: it is read there again. Raises OSError.
@@ -265,7 +259,7 @@ def write_groups(folder: Path, groups: Sequence[Kept], origin: str) -> None:
     if groups:
         kept = [(key, age, [_own(r) for r in rollouts]) for key, age, rollouts in groups]
         content = io.BytesIO()
-        torch.save((origin, kept), content)
+        torch.save((repr(sampling), kept), content)
         (folder / GROUPS).write_bytes(content.getbuffer())
 
 
@@ -278,14 +272,12 @@ def _own(rollout: Rollout) -> dict[str, object]:
     }
 
 
-def read_groups(folder: Path, prompts: PromptDataset, origin: str) -> list[Kept]:
-    """Return what `write_groups` wrote; nothing where samples are made or rewarded in
-    another way now.
-    """
+def read_groups(folder: Path, prompts: PromptDataset, sampling: SamplingSettings) -> list[Kept]:
+    """Return what `write_groups` wrote; nothing where samples are made in another way now."""
     path = folder / GROUPS
     written, kept = torch.load(path, weights_only=True) if path.exists() else (None, [])
     groups = []
-    for key, age, rollouts in kept if written == origin else ():
+    for key, age, rollouts in kept if written == repr(sampling) else ():
         # A step gives it its group id.
         shared = {"group_id": 0, **prompts[key[1]].of_samples}
         groups.append((key, age, [Rollout(**shared, **own) for own in rollouts]))

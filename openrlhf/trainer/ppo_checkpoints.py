@@ -172,7 +172,7 @@ class RunState:
                 with self.phases.update(group):  # states that were moved away come back
                     group.call(TrainedWorker.save_states, str(folder))
             if queue is not None:
-                write_groups(folder, groups, queue.origin)
+                write_groups(folder, groups, queue.sampling)
 
         with self.phases.training():
             is_saved = self.opened.save(

@@ -1,19 +1,15 @@
 """Asynchronous RL: the step of PPOTrainer behind a bounded queue, filled while it trains."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.base import SamplingSettings
 from openrlhf.rollout.async_controller import AsyncLimits
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_setup import RunInputs
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.user_code import code_digest
 
 
 class PPOTrainerAsync(PPOTrainer):
@@ -35,10 +31,7 @@ class PPOTrainerAsync(PPOTrainer):
             max_running=config.rollout.vllm_generate_batch_size or size,
             keeps_running=train.partial_rollout_enable,
         )
-        origin = sample_origin(config, inputs.sampling)
-        self.queue = RolloutQueue(
-            self.sampler, self.rollouts, inputs.sampling, limits, origin=origin
-        )
+        self.queue = RolloutQueue(self.sampler, self.rollouts, inputs.sampling, limits)
         self.state.sampler = self.queue
 
     def fit(self) -> None:
@@ -69,18 +62,6 @@ class PPOTrainerAsync(PPOTrainer):
         metrics.merge(self.queue.take_metrics())
         metrics.add("num_generated_tokens", 0, reduction="sum")  # a step may generate none
         super().report(global_step, metrics, rollouts)
-
-
-def sample_origin(config: PPOConfig, sampling: SamplingSettings) -> str:
-    """Return what decides how a sample is made and rewarded: settings, and the text of user
-    code.
-    """
-    names = {"remote_url", "model_name_or_path", "weights", "normalize_enable"}
-    agent, reward = config.train.agent_func_path, config.reward
-    code = reward.remote_url if reward.is_function_file else agent
-    digest = code_digest(code) if code else None
-    rewarded = reward.model_dump(mode="json", include=names)
-    return json.dumps([asdict(sampling), rewarded, agent, digest])
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], weight_version: int) -> Metrics:

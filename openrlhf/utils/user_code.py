@@ -52,11 +52,6 @@ def load_module(path: str | Path) -> ModuleType:
     return module
 
 
-def code_digest(path: str | Path) -> str:
-    """Return a digest of a file: another one after an edit."""
-    return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
-
-
 def import_function(where: str) -> Callable[..., object]:
     """Import the function at `package.module:name` or `file.py:name`; raise ConfigError."""
     place, _, name = where.rpartition(":")

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
-from openrlhf.engines.base import SamplingSettings
 from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.rollout_queue import Kept, read_groups, write_groups
 from openrlhf.trainer.ppo_checkpoints import RunState
-from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, sample_origin
+from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.utils.metrics import Metrics
 from tests.trainer.async_fakes import TrainerBroke, World, make_trainer
 
@@ -32,7 +31,7 @@ def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
             groups = trainer.queue.finished_groups()
             time.sleep(0.001)  # the engines go on meanwhile
             saved.update(json.loads(json.dumps(trainer.state.state_dict())))
-            write_groups(folder, groups, trainer.queue.origin)
+            write_groups(folder, groups, trainer.queue.sampling)
 
     trainer.queue.settle = settle_and_save  # type: ignore[method-assign]
     with suppress(TrainerBroke):
@@ -42,8 +41,7 @@ def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
 
 def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> list[Kept]:
     changed = replace(trainer.inputs.sampling, **sampling)  # type: ignore[arg-type]
-    origin = sample_origin(trainer.config, changed)
-    return read_groups(folder, trainer.inputs.prompts, origin)
+    return read_groups(folder, trainer.inputs.prompts, changed)
 
 
 def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
@@ -75,21 +73,11 @@ def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
                     assert getattr(found, name) == value, name
 
 
-def test_samples_that_would_be_made_or_rewarded_in_another_way_now_are_not_taken_up(
-    tmp_path: Path,
-) -> None:
+def test_samples_that_would_be_made_in_another_way_now_are_not_taken_up(tmp_path: Path) -> None:
     trainer = make_trainer(World(train_error_at=1, train_s=0.02), num_prompts=24)
     run_until(trainer, 1, tmp_path)
     assert kept_of(trainer, tmp_path)
     assert not kept_of(trainer, tmp_path, temperature=0.5)
-    code = tmp_path / "reward.py"
-    reward = trainer.config.reward.model_copy(update={"remote_url": str(code)})
-    config, sampling = trainer.config.model_copy(update={"reward": reward}), SamplingSettings()
-    code.write_text("def reward_func(queries, prompts, labels): ...\n")
-    before = sample_origin(config, sampling)
-    assert sample_origin(config, sampling) == before != sample_origin(trainer.config, sampling)
-    code.write_text("def reward_func(queries, prompts, labels): return 1\n")
-    assert sample_origin(config, sampling) != before
 
 
 def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_path: Path) -> None:

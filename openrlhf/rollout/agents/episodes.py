@@ -292,13 +292,8 @@ def episode_requests(
     prompt: PromptRecord, sampling: SamplingSettings, name: str
 ) -> list[EpisodeRequest]:
     """Return the episodes of a prompt."""
-    seeds = [
-        None if sampling.seed is None else sampling.seed + k for k in range(sampling.num_samples)
-    ]
-    return [
-        EpisodeRequest(f"{name}/{k}", prompt, replace(sampling, num_samples=1, seed=seed))
-        for k, seed in enumerate(seeds)
-    ]
+    one = replace(sampling, num_samples=1)
+    return [EpisodeRequest(f"{name}/{k}", prompt, one) for k in range(sampling.num_samples)]
 
 
 def add_metrics(result: EpisodeResult, metrics: Metrics) -> None:

@@ -142,8 +142,7 @@ class Worker:
         began_s = time.monotonic()
         episode = Episode(request, self.setup, self._ask)
         if self._engine.outside is None:
-            sampling = replace(request.sampling, seed=None)  # or all its samples would be alike
-            named = replace(request, sample_id=f"{request.sample_id}/outside", sampling=sampling)
+            named = replace(request, sample_id=f"{request.sample_id}/outside")
             self._engine.outside = Episode(named, self.setup, self._ask)
         outside = self._engine.outside
         self.num_episodes += 1
@@ -253,29 +252,18 @@ def make_executor(path: str, context: Mapping[str, Any], *, step_timeout_s: floa
     `context` has a value for each of INIT_NAMES.
     """
     executor_class, instance_class = load_agent(path)
+    given = {**context, "agent_instance_cls": instance_class}
     with blaming(path, ConfigError):
-        executor = make(executor_class, instance_class, context)
+        made = executor_class or MultiTurnAgentExecutor
+        executor = made(**accepted(made, given))
     if isinstance(executor, AgentExecutorBase):
         if executor.step_timeout_s is None:
             executor.step_timeout_s = step_timeout_s
         executor.max_steps = min(executor.max_steps, context["max_steps"])
-        given = {**context, "agent_instance_cls": instance_class}
         for name in ("agent_instance_cls", *INIT_NAMES):
             if getattr(executor, name) is None:
                 setattr(executor, name, given[name])
     return executor
-
-
-def make(executor_class: Any, instance_class: Any, context: Mapping[str, Any]) -> Any:
-    """Call the constructor with what it names."""
-    if executor_class is None:
-        return MultiTurnAgentExecutor(instance_class)
-    own = executor_class.__init__
-    if own in (AgentExecutorBase.__init__, object.__init__):
-        return executor_class()
-    if own is MultiTurnAgentExecutor.__init__:
-        return executor_class(instance_class)
-    return executor_class(**accepted(executor_class, context))
 
 
 def refuse_unknown(path: str | Path, function: Callable[..., Any], known: Iterable[str]) -> None:
