@@ -85,24 +85,16 @@ class Head:
         return (z_CV / self.softcap).square_().neg_().add_(1).mul_(self.logit_scale)
 
 
-@dataclass(frozen=True)
-class Distillation:
-    """Which divergence between the two distributions, both softened by the temperature."""
-
-    kind: str = "forward"
-    temperature: float = 1.0
-    chunk_tokens: int = CHUNK_TOKENS
-
-
 def chunked_distillation(
     student: Head,
     teacher: Head,
     targets_N: Tensor,
     *,
     coef: float,
-    method: Distillation,
+    kind: str,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss: (1 - coef) of the cross-entropy plus coef of the divergence, summed over the
+    """Return the loss: (1 - coef) of the cross-entropy plus coef of a divergence, summed over the
     tokens; and, without gradient, log-probs of the targets and divergences, (N,) each. All fp32.
 
     Gradients reach the student's Head alone. They are computed here and multiplied in the backward
@@ -122,10 +114,10 @@ def chunked_distillation(
     with torch.no_grad():
         logprobs_N = student.hidden_NH.new_empty(num_tokens, dtype=compute_dtype(inputs[0]))
         divergence_N = torch.empty_like(logprobs_N)
-        for start in range(0, num_tokens, method.chunk_tokens):
-            rows = slice(start, start + method.chunk_tokens)
+        for start in range(0, num_tokens, chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
             logprobs_N[rows], divergence_N[rows], grad_CV = _chunk(
-                student, teacher, targets_N, rows, coef=coef, method=method
+                student, teacher, targets_N, rows, coef=coef, kind=kind
             )
             _add_gradients(grads, grad_CV, student, rows)
         loss = (coef * divergence_N - (1 - coef) * logprobs_N).sum()
@@ -156,25 +148,24 @@ def _chunk(
     rows: slice,
     *,
     coef: float,
-    method: Distillation,
+    kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs (C,), divergence (C,) and the loss's gradient in the raw logits (C, V)."""
     targets_C1 = targets_N[rows].unsqueeze(-1)
     student_CV = student.logits(rows)
     slope = student.slope(student_CV)
-    student_CV = _log_softmax_(student_CV, method.temperature)
-    teacher_CV = _log_softmax_(teacher.logits(rows), method.temperature)
-    divergence_C, grad_CV = DIVERGENCES[method.kind](student_CV, teacher_CV)
+    student_CV = _log_softmax_(student_CV)
+    teacher_CV = _log_softmax_(teacher.logits(rows))
+    divergence_C, grad_CV = DIVERGENCES[kind](student_CV, teacher_CV)
     logprobs_C1 = student_CV.gather(-1, targets_C1)
     # d(-log p[target]) / dz_j = p_j - [j is target]
     ce_weight_C1 = torch.full_like(logprobs_C1, 1 - coef)
     grad_CV.mul_(coef).add_(student_CV.exp_(), alpha=1 - coef)
     grad_CV.scatter_add_(-1, targets_C1, -ce_weight_C1)
-    return logprobs_C1.squeeze(-1), divergence_C, grad_CV.mul_(slope).div_(method.temperature)
+    return logprobs_C1.squeeze(-1), divergence_C, grad_CV.mul_(slope)
 
 
-def _log_softmax_(logits_CV: Tensor, temperature: float) -> Tensor:
-    logits_CV.div_(temperature)
+def _log_softmax_(logits_CV: Tensor) -> Tensor:
     return logits_CV.sub_(logits_CV.logsumexp(-1, keepdim=True))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openrlhf.algorithms.distillation import Distillation, Head, chunked_distillation
+from openrlhf.algorithms.distillation import Head, chunked_distillation
 from openrlhf.config.supervised import KDConfig
 from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.collectives import all_gather_object
@@ -48,7 +48,7 @@ def distill(
     targets_N: Tensor,
     teacher: Head,
     coef: float,
-    method: Distillation,
+    kind: str,
 ) -> tuple[Tensor, ...]:
     """Return what `chunked_distillation` does.
 
@@ -61,7 +61,7 @@ def distill(
         first_logits(teacher, num_logits),
         targets_N,
         coef=coef,
-        method=method,
+        kind=kind,
     )
 
 
@@ -71,17 +71,17 @@ class Student(Actor):
     reads_whole_head = True
 
     def __init__(
-        self, model: nn.Module, *, coef: float, method: Distillation, with_aux_loss: bool = False
+        self, model: nn.Module, *, coef: float, kind: str, with_aux_loss: bool = False
     ) -> None:
         super().__init__(model, with_aux_loss=with_aux_loss)
-        self.coef, self.method = coef, method
+        self.coef, self.kind = coef, kind
 
     def forward(self, batch: PackedBatch, teacher: Head) -> StudentTerms:
         """Return the loss on the targets of a batch, against what the teacher says there."""
         states = self.states_at(batch, batch.predict_index)
         targets_n = states.select(batch.targets)
         loss, *of_tokens = self.head(
-            distill, states.hidden_nH, targets_n, teacher, self.coef, self.method
+            distill, states.hidden_nH, targets_n, teacher, self.coef, self.kind
         )
         return StudentTerms(
             states.total(loss), *map(states.spread, of_tokens), aux_loss=states.aux_loss
@@ -153,10 +153,9 @@ class KDTrainer(SFTTrainer):
 
     @classmethod
     def load_model(cls, config: KDConfig, model_path: str) -> Student:
-        method = Distillation(kind=config.kd.divergence)
-        model = load_actor(config, model_path).model
+        model, kd = load_actor(config, model_path).model, config.kd
         with_aux_loss = config.model.aux_loss_coef > 0
-        return Student(model, coef=config.kd.coef, method=method, with_aux_loss=with_aux_loss)
+        return Student(model, coef=kd.coef, kind=kd.divergence, with_aux_loss=with_aux_loss)
 
     def train_step(self, rows: Sequence[int]) -> Metrics:
         """Sample answers if on policy, then do one optimizer step."""

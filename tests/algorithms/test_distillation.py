@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from openrlhf.algorithms.distillation import (
     DIVERGENCES,
-    Distillation,
     Head,
     chunked_distillation,
 )
@@ -35,17 +34,18 @@ def dense_logits(head):
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
-def dense(student, teacher, targets, *, coef, method):
+def dense(student, teacher, targets, *, coef, kind):
     """The same with torch.distributions, from all logits."""
-    tempered = [dense_logits(head) / method.temperature for head in (student, teacher)]
-    p, q = (torch.distributions.Categorical(logits=logits) for logits in tempered)
+    p, q = (
+        torch.distributions.Categorical(logits=dense_logits(head)) for head in (student, teacher)
+    )
     kl = torch.distributions.kl_divergence
     mean = torch.distributions.Categorical(probs=(p.probs + q.probs) / 2)
     divergence = {
         "forward": lambda: kl(q, p),
         "reverse": lambda: kl(p, q),
         "jsd": lambda: (kl(p, mean) + kl(q, mean)) / 2,
-    }[method.kind]()
+    }[kind]()
     logprobs = p.log_prob(targets)
     loss = (coef * divergence - (1 - coef) * logprobs).sum()
     return loss, logprobs, divergence
@@ -74,7 +74,7 @@ def test_one_token_by_hand(kind, expected):
     student = Head(torch.ones(1, 1), torch.zeros(2, 1))
     teacher = Head(torch.ones(1, 1), torch.tensor([[math.log(3)], [0.0]]))
     loss, logprobs, divergence = chunked_distillation(
-        student, teacher, torch.tensor([1]), coef=0.4, method=Distillation(kind)
+        student, teacher, torch.tensor([1]), coef=0.4, kind=kind
     )
     assert logprobs.item() == pytest.approx(-math.log(2))
     assert divergence.item() == pytest.approx(expected)
@@ -88,9 +88,10 @@ def test_values_and_gradients_equal_the_dense_ones(kind, transform, chunk_tokens
     student = make_head(HIDDEN, seed=0, **transform)
     teacher = make_head(TEACHER_HIDDEN, seed=1, softcap=2.0, logit_scale=0.7)
     targets = make_tokens()
-    method = Distillation(kind, temperature=0.8, chunk_tokens=chunk_tokens)
-    found = chunked_distillation(student, teacher, targets, coef=0.4, method=method)
-    expected = dense(student, teacher, targets, coef=0.4, method=method)
+    found = chunked_distillation(
+        student, teacher, targets, coef=0.4, kind=kind, chunk_tokens=chunk_tokens
+    )
+    expected = dense(student, teacher, targets, coef=0.4, kind=kind)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     # The loss is scaled, as by the tokens of the step, before its gradient is taken.
     results = [
@@ -116,7 +117,9 @@ def test_logits_live_for_one_chunk_at_a_time(kind):
     sizes = {"num_tokens": 60, "vocab": 100}
     student, teacher = make_head(3, seed=0, **sizes), make_head(2, seed=1, **sizes)
     targets = make_tokens(60)
-    method = Distillation(kind, chunk_tokens=6)
     with Watch() as watch:
-        chunked_distillation(student, teacher, targets, coef=0.4, method=method)[0].backward()
+        loss, *_ = chunked_distillation(
+            student, teacher, targets, coef=0.4, kind=kind, chunk_tokens=6
+        )
+        loss.backward()
     assert watch.largest == 6 * 100

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.algorithms.distillation import Distillation
 from openrlhf.config.cli import parse_config
 from openrlhf.config.supervised import KDConfig
 from openrlhf.distributed.weights import hf_model_of
@@ -65,7 +64,7 @@ def refusal(folder: Path, words: str) -> str:
 
 def test_logits_that_only_the_teacher_has_are_left_out(folder: Path, tmp_path: Path) -> None:
     model = load_causal_lm(folder / "model")
-    student = Student(model, coef=0.5, method=Distillation(kind="forward"))
+    student = Student(model, coef=0.5, kind="forward")
     wide = Teacher(load_causal_lm(make_model(tmp_path / "wide", vocab_size=300)))
     ids, mask = torch.arange(10, 20), torch.ones(10, dtype=torch.bool)
     mask[0] = False
