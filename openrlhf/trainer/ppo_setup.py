@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.config.base import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.command_data import EVALUATION, PRETRAIN, TRAINING, ppo_data
 from openrlhf.datasets.prompts_dataset import PromptDataset
@@ -30,7 +29,7 @@ from openrlhf.rollout.agents.worker import load_agent
 from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
 from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
-from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, other_tokenizer
+from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, reads_tokens_of
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.logging import say_notices
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
@@ -71,7 +70,8 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
         gathered.attempt(lambda: load_agent(agent_path))
     policy = check_models(config, gathered, has_engines=has_engines)
     tokenizer = gathered.attempt(lambda: load_policy_tokenizer(config))
-    notices = tokenizer and gathered.attempt(lambda: check_tokens(config, tokenizer))
+    if tokenizer is not None:
+        gathered.attempt(lambda: check_tokens(config, tokenizer))
     prompts, eval_prompts, texts = _data(config, tokenizer, policy, gathered)
     compared = gathered.attempt(lambda: pass_rate(config, eval_prompts))
     source = gathered.attempt(lambda: _reward_source(config, log_dir=run_dir / "logs"))
@@ -79,7 +79,7 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
         source.close()
     gathered.raise_if_any()
     assert policy and tokenizer and prompts, "or else problems were raised"
-    say_notices([*(notices or ()), *prompts.notices])
+    say_notices(prompts.notices)
     for data, about in ((eval_prompts, "evaluation: "), (texts, "--pretrain_data: ")):
         if data is not None:
             say_notices(news(data.notices, prompts.notices), about=about)
@@ -227,22 +227,20 @@ def named_models(config: PPOConfig) -> list[str]:
     return list(dict.fromkeys(filter(None, paths)))
 
 
-def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return cautions about reward models of another vocabulary; refuse such a critic."""
+def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a critic or a reward model of another vocabulary than the policy's."""
+    for path in config.reward.model_paths:
+        if not reads_tokens_of(config, path, tokenizer):
+            raise ConfigError(
+                f"--reward_pretrain {path} has another vocabulary than --pretrain. Start openrlhf "
+                "serve-rm with it, which reads texts, and type --remote_rm_url with its address."
+            )
     source = config.critic_source
-    if config.has_critic and source and other_tokenizer(config, source, tokenizer) is not None:
+    if config.has_critic and source and not reads_tokens_of(config, source, tokenizer):
         raise ConfigError(
             f"The critic would start from {source}, which has another vocabulary than --pretrain. "
             f"Type --critic_pretrain {config.policy_path}, or a model of its family."
         )
-    return [
-        Caution(
-            f"--reward_pretrain {path} has another vocabulary than --pretrain: it reads samples as "
-            "text"
-        )
-        for path in config.reward.model_paths
-        if other_tokenizer(config, path, tokenizer) is not None
-    ]
 
 
 def _check_head(config: PPOConfig, path: str, facts: "PretrainedConfig") -> None:

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -396,16 +395,9 @@ def rollouts_of(policy: Path) -> list[Rollout]:
     return made
 
 
-def rewards_of(config: PPOConfig, path: Path, experience: Experience, folder: Path) -> list[float]:
-    worker = RewardModelActor(config, "reward", str(folder))
-    worker.setup()
-    worker.init_model(str(path))
-    return worker.compute_rewards(experience).tolist()
-
-
-def scores_by_hand(path: Path, reader: Path) -> list[float]:
-    """Scores of the texts as one tokenizer reads them."""
-    tokenizer = load_tokenizer(str(reader))
+def scores_by_hand(path: Path) -> list[float]:
+    """Scores of the texts as its tokenizer reads them."""
+    tokenizer = load_tokenizer(str(path))
     model = RewardModel(load_sequence_model(path, allow_fresh_head=False)).eval()
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     ids = [torch.tensor(row) for row in rows]
@@ -414,33 +406,28 @@ def scores_by_hand(path: Path, reader: Path) -> list[float]:
         return model(batch).scores.tolist()
 
 
-def test_a_reward_model_reads_the_tokens_of_its_vocabulary_and_of_another_the_text(
-    tiny_model_dir: Path, reward_dir: Path, foreign_dir: Path, tmp_path: Path
+def test_a_reward_model_reads_the_tokens_of_samples(
+    tiny_model_dir: Path, reward_dir: Path, tmp_path: Path
 ) -> None:
     experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
-    line = f"--critic_pretrain {tiny_model_dir} --micro_rollout_batch_size 1"
-    for path, reader in ((reward_dir, tiny_model_dir), (foreign_dir, foreign_dir)):
-        config = config_of(tiny_model_dir, path, line)
-        cautions = check_tokens(config, load_policy_tokenizer(config))
-        assert [f"{path} has another vocabulary" in line for line in cautions] == [True] * (
-            path is foreign_dir
-        )
-        found = rewards_of(config, path, experience, tmp_path)
-        assert found == pytest.approx(scores_by_hand(path, reader), abs=1e-5)
-    # As far as it has positions.
-    short = shutil.copytree(foreign_dir, tmp_path / "short")
-    settings = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 8}
-    (short / "config.json").write_text(json.dumps(settings))
-    first, second = rewards_of(config_of(tiny_model_dir, short), short, experience, tmp_path)
-    assert math.isnan(first) and math.isfinite(second)
+    config = config_of(tiny_model_dir, reward_dir, "--micro_rollout_batch_size 1")
+    check_tokens(config, load_policy_tokenizer(config))
+    worker = RewardModelActor(config, "reward", str(tmp_path))
+    worker.setup()
+    worker.init_model(str(reward_dir))
+    found = worker.compute_rewards(experience).tolist()
+    assert found == pytest.approx(scores_by_hand(reward_dir), abs=1e-5)
 
 
-def test_a_critic_of_another_vocabulary_is_refused(tiny_model_dir: Path, foreign_dir: Path) -> None:
-    config = config_of(tiny_model_dir, foreign_dir)
+def test_models_of_another_vocabulary_are_refused(tiny_model_dir: Path, foreign_dir: Path) -> None:
+    config = config_of(tiny_model_dir, foreign_dir, f"--critic_pretrain {tiny_model_dir}")
+    with pytest.raises(ConfigError, match="serve-rm with it, which reads texts"):
+        check_tokens(config, load_policy_tokenizer(config))
+    line = f"--pretrain {tiny_model_dir} --remote_rm_url http://h/get_reward --prompt_data d "
+    line += f"--critic_pretrain {foreign_dir}"
+    config = parse_config(PPOConfig, line.split()).config
     with pytest.raises(ConfigError, match=f"--critic_pretrain {tiny_model_dir}"):
         check_tokens(config, load_policy_tokenizer(config))
-    group = config_of(tiny_model_dir, foreign_dir, "--advantage_estimator group_norm")
-    assert len(check_tokens(group, load_policy_tokenizer(group))) == 1
 
 
 def test_a_reward_model_that_cannot_be_used_is_said_before_anything_starts(

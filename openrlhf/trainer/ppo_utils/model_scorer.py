@@ -11,8 +11,6 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import Forward, run_forwards
 from openrlhf.utils.threads import LoopThread
 
-HINT = " (nan: for a text of more tokens than it reads)"
-
 
 class ModelScorer:
     """Rewards from local reward models: the weighted sum of what each returns.
@@ -60,7 +58,7 @@ class ModelScorer:
             parts = dict(zip(self.models, values, strict=True))
             bad = [f"{name} answered {v}" for name, v in parts.items() if not math.isfinite(v)]
             if bad:
-                return RewardError(f"sample {rollout.sample_id}: the reward model {bad[0]}{HINT}")
+                return RewardError(f"sample {rollout.sample_id}: the reward model {bad[0]}")
             reward = sum(w * v for w, v in zip(self.weights, values, strict=True))
             logged = parts if len(parts) > 1 else {}
             scored.append(replace(rollout, reward=reward, reward_parts=logged))

@@ -1,6 +1,4 @@
-"""The vocabulary of a run is the policy's; a model of another one reads samples by way of their
-texts.
-"""
+"""The vocabulary of a run is the policy's; the other models read its tokens as they are."""
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import load_config
@@ -16,26 +14,24 @@ def load_policy_tokenizer(config: PPOConfig) -> Tokenizer:
     )
 
 
-def other_tokenizer(config: PPOConfig, path: str, own: Tokenizer) -> Tokenizer | None:
-    """Return the tokenizer of the model at `path`; None if all tokens that the policy can sample,
-    those of `own`, have the same ids there: then it reads the samples as they are.
+def reads_tokens_of(config: PPOConfig, path: str, own: Tokenizer) -> bool:
+    """Return True if all tokens that the policy can sample, those of `own`, have the same ids in
+    the model at `path`.
 
     A token that only the policy knows may have an embedding there that no other token has.
     """
-    policy = config.policy_path
+    policy, trust = config.policy_path, config.trust_remote_code
     if path == policy:
-        return None
+        return True
     sizes = [
-        load_config(name, trust_remote_code=config.trust_remote_code).get_text_config().vocab_size
+        load_config(name, trust_remote_code=trust).get_text_config().vocab_size
         for name in (policy, path)
     ]
-    other = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
-    others = other.get_vocab()
+    others = load_tokenizer(path, trust_remote_code=trust).get_vocab()
     taken = set(others.values())
 
     def is_same(token: str, token_id: int) -> bool:
         has_place = token_id < sizes[1] and token_id not in taken
         return others[token] == token_id if token in others else has_place
 
-    sampled = [(token, i) for token, i in own.get_vocab().items() if i < sizes[0]]
-    return None if all(is_same(token, token_id) for token, token_id in sampled) else other
+    return all(is_same(token, i) for token, i in own.get_vocab().items() if i < sizes[0])

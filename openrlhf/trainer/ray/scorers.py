@@ -1,9 +1,5 @@
 """The models beside the policy: the critic, the reference policy and the reward model."""
 
-from dataclasses import replace
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from openrlhf.algorithms.policy_loss import value_loss
@@ -13,39 +9,14 @@ from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import (
     disable_dropout,
     load_causal_lm,
-    load_config,
     load_sequence_model,
 )
-from openrlhf.models.support import num_positions
 from openrlhf.models.value_head import CriticModel, RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
-from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, other_tokenizer
 from openrlhf.trainer.ray.model_actor import ModelWorker, TrainedWorker
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
-
-
-def read_as_text(experience: Experience, policy: Tokenizer, own: Tokenizer) -> Experience:
-    """Return the same B samples as a reward server reads them: prompt and response as one text, in
-    a model's own tokens, with no sampled ones among them.
-    """
-    samples = experience.token_ids.split(experience.seq_lengths.tolist())
-    texts = policy.batch_decode(list(samples), skip_special_tokens=False)
-    encoded: Any = own(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    encoder = TextEncoder(own)
-    rows = [encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
-    token_ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-    return replace(
-        experience,
-        seq_lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
-        num_actions=torch.zeros(len(rows), dtype=torch.int64),
-        token_ids=token_ids,
-        action_mask=torch.zeros(len(token_ids), dtype=torch.bool),
-        rollout_logprobs=experience.rollout_logprobs[:0],
-        weight_versions=experience.weight_versions[:0],
-    )
 
 
 class CriticModelActor(TrainedWorker):
@@ -114,10 +85,6 @@ class RewardModelActor(ModelWorker):
     def init_model(self, path: str) -> int:
         """Load the reward model; return its parameter count."""
         config = self.config
-        self.policy_tokenizer = load_policy_tokenizer(config)
-        self.tokenizer = other_tokenizer(config, path, self.policy_tokenizer)  # None: the same
-        facts = load_config(path, trust_remote_code=config.trust_remote_code)
-        self.max_len = num_positions(facts) or torch.inf
         hf_model = load_sequence_model(path, config, allow_fresh_head=False)
         model = RewardModel(hf_model, normalize_reward=config.reward.normalize_enable)
         num_parameters = sum(p.numel() for p in model.parameters())
@@ -125,19 +92,7 @@ class RewardModelActor(ModelWorker):
         return num_parameters
 
     def compute_rewards(self, experience: Experience) -> Tensor:
-        """Rewards (B,) of the share's samples, read at their last token; NaN for a text that the
-        model cannot read as a whole.
-        """
-        if self.tokenizer is None or not len(experience):
-            return self._scores(experience)
-        read = read_as_text(experience, self.policy_tokenizer, self.tokenizer)
-        is_too_long = read.seq_lengths > self.max_len
-        kept = read.select((~is_too_long).nonzero().flatten().tolist())
-        rewards = torch.full((len(read),), torch.nan)
-        rewards[~is_too_long] = self._scores(kept)
-        return rewards
-
-    def _scores(self, experience: Experience) -> Tensor:
+        """Rewards (B,) of the share's samples, read at their last token."""
         return self.forward_in_micro_batches(
             experience, lambda batch: self.engine(batch).scores, what="rewards"
         )
