@@ -25,7 +25,7 @@ from openrlhf.datasets.chat import (
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import default_device_type, load_causal_lm, load_config
 from openrlhf.models.support import check_here, num_positions
-from openrlhf.utils.tokenizer import TextEncoder, chat_template_of, eos_token_ids, load_tokenizer
+from openrlhf.utils.tokenizer import TextEncoder, chat_template_of, eos_token_ids, tokenizer_of
 
 HELP = "Type /reset to start anew, exit to leave; Ctrl-C stops an answer, then the chat.\n"
 LEAVING = {"exit", "quit", "/exit", "/quit"}
@@ -54,9 +54,7 @@ class Chat:
         limit = num_positions(load_config(path, trust_remote_code=trust))
         self.config = config
         self.max_len = min(data.max_len, limit or data.max_len)
-        self.tokenizer = load_tokenizer(
-            path, chat_template=data.tokenizer_chat_template, trust_remote_code=trust
-        )
+        self.tokenizer = tokenizer_of(config, path)
         if data.apply_chat_template:
             chat_template_of(self.tokenizer)
         else:

@@ -52,7 +52,7 @@ from openrlhf.utils.logging import (
 )
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import hide_bars, progress
-from openrlhf.utils.tokenizer import load_tokenizer
+from openrlhf.utils.tokenizer import tokenizer_of
 from openrlhf.utils.tracking import make_tracker
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
@@ -123,14 +123,7 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
         gathered,
         has_router_loss=config.model.aux_loss_coef > 0,
     )
-    data = config.data
-    tokenizer = gathered.attempt(
-        lambda: load_tokenizer(
-            model_path,
-            chat_template=data.tokenizer_chat_template,
-            trust_remote_code=config.trust_remote_code,
-        )
-    )
+    tokenizer = gathered.attempt(partial(tokenizer_of, config, model_path))
     found = [(data_set, data_set.read(gathered)) for data_set in supervised_data(config)]
     if tokenizer is None:  # nothing more can be known
         gathered.raise_if_any()

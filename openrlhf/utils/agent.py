@@ -161,11 +161,11 @@ class AgentExecutorBase:
     ) -> dict[str, Any]:
         """Act and step until the environment is done, the context is full or steps run out.
 
-        Rewards add up; scores and extra_logs are the last step's. A turn that was cut, or an
-        episode that ran out of room, sets `truncated`. Raises AgentError.
+        Rewards add up; scores and extra_logs are the last step's. An episode that ran out of room
+        or steps sets `truncated`, as the engine does for a turn that the context cut. Raises
+        AgentError.
         """
         engine = llm_engine or self.llm_engine
-        limit = min(filter(None, (max_length, self.max_length)), default=None)
         instance = await self._call(make_instance, self.agent_instance_cls)
         start = await self._call(instance.reset, {"observation": prompt, "label": label})
         text = text_of(start, "observation")
@@ -175,11 +175,10 @@ class AgentExecutorBase:
         answer: Mapping[str, Any] = {}
         for _ in range(self.max_steps):
             try:
-                output, fills_context = await sampled(engine, token_ids, sampling_params, limit)
+                output = (await engine.generate(token_ids, sampling_params)).outputs[0]
             except ContextFullError:
                 is_truncated = True
                 break
-            is_truncated |= fills_context
             states = {
                 "observation_text": text,
                 "action_text": output.text,
@@ -265,26 +264,6 @@ async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float |
         name = getattr(function, "__qualname__", repr(function))
         raise AgentError(f"{name} did not return in {timeout_s:g} s", "step_timeout")
     return call.result()
-
-
-async def sampled(
-    engine: Any, token_ids: Sequence[int], sampling_params: Any, max_length: int | None
-) -> tuple[Any, bool]:
-    """Return one turn behind `token_ids`, and True where the context cut it.
-
-    Raises ContextFullError when there is no room for a token.
-    """
-    params, room = copy.copy(sampling_params), None
-    if max_length is not None:
-        room = max_length - len(token_ids)
-        if room < 1:
-            raise ContextFullError(f"{len(token_ids)} tokens fill the context of {max_length}")
-        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    result = await engine.generate(token_ids, params)
-    output = result.outputs[0]
-    # A turn that stops at a limit of its own is as long as the agent wanted it.
-    has_own_limit = params.max_tokens is not None and params.max_tokens != room
-    return output, output.finish_reason == "length" and not has_own_limit
 
 
 def dict_of(answer: Any) -> Mapping[str, Any]:

@@ -74,6 +74,15 @@ def load_tokenizer(
     return tokenizer
 
 
+def tokenizer_of(command: Any, path: str) -> Tokenizer:
+    """Load the tokenizer of a model as the flags of a command say."""
+    return load_tokenizer(
+        path,
+        chat_template=command.data.tokenizer_chat_template,
+        trust_remote_code=command.trust_remote_code,
+    )
+
+
 def eos_token_ids(
     model_name_or_path: str,
     tokenizer: Tokenizer,

@@ -249,12 +249,12 @@ def test_the_agent_file_that_users_start_from_runs_as_it_is(source, tmp_path, ti
         ("class AgentExecutor:\n    pass", "AgentExecutor has no async execute"),
         (
             "class AgentExecutor:\n    async def execute(self, question): ...",
-            "AgentExecutor.execute needs an argument question, which is not known",
+            "AgentExecutor.execute: missing a required argument: 'question'",
         ),
         (
             "class AgentExecutor:\n    def __init__(self, tools): ...\n"
             "    async def execute(self, prompt, label, sampling_params): ...",
-            "AgentExecutor.__init__ needs an argument tools, which is not known",
+            "AgentExecutor.__init__: missing a required argument: 'tools'",
         ),
         ("class AgentInstance:\n    pass", "AgentInstance is no AgentInstanceBase"),
         ("1 / 0", "ZeroDivisionError"),

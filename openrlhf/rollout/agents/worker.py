@@ -268,13 +268,10 @@ def make_executor(path: str, context: Mapping[str, Any], *, step_timeout_s: floa
 
 def refuse_unknown(path: str | Path, function: Callable[..., Any], known: Iterable[str]) -> None:
     """Raise ConfigError for an argument without a default that nothing is known for."""
-    for parameter in inspect.signature(function).parameters.values():
-        is_needed = parameter.default is inspect.Parameter.empty and parameter.kind not in (
-            inspect.Parameter.VAR_KEYWORD,
-            inspect.Parameter.VAR_POSITIONAL,
-        )
-        if is_needed and parameter.name not in ("self", *known):
-            raise ConfigError(
-                f"{path}: {function.__qualname__} needs an argument {parameter.name}, which is "
-                f"not known. Known are {', '.join(known)}."
-            )
+    try:
+        given = accepted(function, dict.fromkeys(("self", *known)))
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"{path}: {function.__qualname__}: {error}. Known are {', '.join(known)}."
+        ) from error

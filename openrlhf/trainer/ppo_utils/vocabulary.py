@@ -2,16 +2,12 @@
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import load_config
-from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
+from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 
 def load_policy_tokenizer(config: PPOConfig) -> Tokenizer:
     """Load the run's tokenizer: the policy's, as the flags change it."""
-    return load_tokenizer(
-        config.policy_path,
-        chat_template=config.data.tokenizer_chat_template,
-        trust_remote_code=config.trust_remote_code,
-    )
+    return tokenizer_of(config, config.policy_path)
 
 
 def reads_tokens_of(config: PPOConfig, path: str, own: Tokenizer) -> bool:
