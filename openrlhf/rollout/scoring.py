@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import RewardError
@@ -24,23 +23,21 @@ Group = Sequence[Rollout]
 Outcome = list[Rollout] | RewardError
 
 
-class Scorer(Protocol):
+class Scorer:
     """Whatever gives rollouts their rewards: user code, servers, models."""
 
-    @property
-    def is_streaming(self) -> bool:
-        """Return True if groups may be scored while others still generate."""
-
-    @property
-    def batch_size(self) -> int | None:
-        """Return the most samples of one submission, which fail together; None: any number."""
+    is_streaming = True  # groups may be scored while others still generate
+    # Most samples of one submission, which fail together; None: any number.
+    batch_size: int | None = None
 
     @property
     def has_room(self) -> bool:
         """Return True if a submission of any size would be begun with at once."""
+        return False
 
     async def score(self, groups: Sequence[Group]) -> list[Outcome]:
         """Return one outcome a group."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -195,15 +192,13 @@ class Asked:
         self.shares_batch = False
 
 
-class SourceScorer:
+class SourceScorer(Scorer):
     """Rewards from a source that scores texts: user code or servers."""
-
-    is_streaming = True
 
     def __init__(self, source: RewardSource, batch_size: int, *, max_steps: int = 0) -> None:
         """`max_steps`: of the run, for functions that ask how far it is."""
         self.source = source
-        self.batch_size: int | None = batch_size
+        self.batch_size = batch_size
         self.max_steps = max_steps
 
     @property

@@ -6,20 +6,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from openrlhf.errors import RewardError
-from openrlhf.rollout.scoring import Group, Outcome
+from openrlhf.rollout.scoring import Group, Outcome, Scorer
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import Forward, run_forwards
 from openrlhf.utils.threads import LoopThread
 
 
-class ModelScorer:
+class ModelScorer(Scorer):
     """Rewards from local reward models: the weighted sum of what each returns.
 
     One forward at a time: ranks meet in it, and must come to the same one.
     """
-
-    batch_size: int | None = None
-    has_room = False
 
     def __init__(
         self,

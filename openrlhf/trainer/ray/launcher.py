@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,13 +52,22 @@ def ray_session() -> Iterator[None]:
         return
     asked = os.environ.get("RAY_ADDRESS")
     address = None if asked == "local" else find_cluster(asked)
-    with _started_here() if address is None else _joined(address, asked):
+    watcher = None
+    if address is None:
+        watcher = _start_here()
+    else:
+        _join(address, asked)
+    try:
         stopping.listen()  # Ray has put a handler of its own in place
         yield
+    finally:
+        ray.shutdown()
+        if watcher is not None:
+            watcher.kill()
+            watcher.wait()
 
 
-@contextmanager
-def _joined(address: str, asked: str | None) -> Iterator[None]:
+def _join(address: str, asked: str | None) -> None:
     if asked in UNNAMED:  # as Ray does for the user's own head; elsewhere a token is to be meant
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
@@ -67,15 +77,12 @@ def _joined(address: str, asked: str | None) -> Iterator[None]:
             f"the Ray cluster at {address} cannot be joined: {first_line(error)}. "
             "Start it with this environment's ray, or set RAY_ADDRESS=local."
         ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
-@contextmanager
-def _started_here() -> Iterator[None]:
-    """Start a cluster for this run alone, which listens on loopback only."""
+def _start_here() -> subprocess.Popen[bytes]:
+    """Start a cluster for this run alone, which listens on loopback only; return the process that
+    ends Ray's own ones after this one.
+    """
     # A secret of this cluster alone: else Ray writes one into the user's home, and from then on no
     # `ray job submit` works that does not bring it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -88,13 +95,7 @@ def _started_here() -> Iterator[None]:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = is_enabled
     # Ray's own agents would live a minute longer than a process here that was killed.
-    watcher = ending_after_this_process(_descendants() - before)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-        watcher.kill()
-        watcher.wait()
+    return ending_after_this_process(_descendants() - before)
 
 
 def _descendants() -> set[int]:
