@@ -70,7 +70,7 @@ class RewardError(OpenRLHFError):
 
 
 class EngineError(OpenRLHFError):
-    """A rollout engine failed or answered something impossible."""
+    """A rollout engine failed or returned something impossible."""
 
     exit_code = 3
 

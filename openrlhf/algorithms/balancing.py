@@ -1,6 +1,6 @@
 """Splitting samples by length: over ranks evenly, over micro-batches within a token budget.
 
-Everything here is plain Python on a list of lengths (or costs) and answers lists of indices into
+Everything here is plain Python on a list of lengths (or costs) and returns lists of indices into
 it; the same input gives the same split on every rank.
 """
 
@@ -46,7 +46,7 @@ def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
 
 
 def fixed_batches(num_samples: int, batch_size: int) -> list[list[int]]:
-    """Consecutive indices, `batch_size` at a time; the last batch may be smaller."""
+    """Return consecutive indices, `batch_size` at a time; the last batch may be smaller."""
     assert batch_size > 0, "a batch holds at least one sample"
     starts = range(0, num_samples, batch_size)
     return [list(range(start, min(start + batch_size, num_samples))) for start in starts]

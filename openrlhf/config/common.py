@@ -37,7 +37,7 @@ def clashes(*pairs: tuple[str, str, bool]) -> Iterator[str]:
 
 
 def timed_folder(stem: str) -> str:
-    """`./ckpt/ppo-20260131-235959`; ranks that were started together get the same."""
+    """Return `./ckpt/ppo-20260131-235959`; ranks that were started together get the same."""
     now = datetime.now()
     if "LOCAL_RANK" in os.environ:  # by a launcher, the parent of its ranks
         import psutil  # noqa: PLC0415 - would slow --help

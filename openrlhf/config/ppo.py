@@ -313,7 +313,7 @@ class KLConfig(Base):
     @field_validator("init_coef")
     @classmethod
     def read_negative_as_off(cls, value: float) -> float:
-        """Old commands switch KL off with any number that is not above 0."""
+        """Read any number that is not above 0 as off, as old commands mean it."""
         return max(value, 0.0)
 
 
@@ -418,7 +418,7 @@ class PPOConfig(RunConfig):
             yield from self._shares_of_total_length(self.data.max_len)
 
     def _shapes_of_partners(self) -> Iterator[tuple[str, object]]:
-        """Models that share GPUs have the shape that somebody gave one of them; a saved config
+        """Yield for models that share GPUs the shape that somebody gave one of them; a saved config
         gives "unset" too.
         """
         for group, name in product(self.colocated_groups(), ("num_nodes", "num_gpus_per_node")):

@@ -71,7 +71,7 @@ class InferenceRewardConfig(Base):
 
 
 class BatchInferenceConfig(CommandConfig):
-    """Answer prompts or score answers, row by row (batch_inference)."""
+    """Generate responses or score them, row by row (batch_inference)."""
 
     shows: ClassVar = {
         "ds": (*WEIGHTS, "value_head_prefix", "zero_stage"),

@@ -117,7 +117,7 @@ def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
 
 
 def inference_data(config: BatchInferenceConfig) -> DataSet:
-    """Return the data set that is answered or scored."""
+    """Return the data set whose prompts get responses, or whose responses are scored."""
     data = config.data
     options = _options(data, config.seed, data.dataset_split) | _expected(data, data.dataset_probs)
     kind: type[TokenizedDataset] = PromptDataset

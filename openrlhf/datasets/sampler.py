@@ -55,5 +55,5 @@ class PromptCursor:
         return {"episode": self.episode, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where a checkpoint stood, with the rows and the seed of then."""
+        """Go on where a checkpoint stood, with the rows and the seed of then."""
         self.episode, self.position = state["episode"], state["position"]

@@ -190,12 +190,12 @@ class RunCheckpoints:
 
     @property
     def resume_step(self) -> int | None:
-        """The step the run goes on from; None: it starts new."""
+        """Return the step the run goes on from; None: it starts new."""
         return None if self.saved is None else self.saved.step
 
     @property
     def is_on(self) -> bool:
-        """True if the run writes checkpoints at all."""
+        """Return True if the run writes checkpoints at all."""
         config = self.config
         return config.save_steps > 0 and (config.save_hf or not config.disable_ds)
 

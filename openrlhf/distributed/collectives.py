@@ -211,7 +211,7 @@ def watching_ranks(deadline_s: float) -> Iterator[None]:
 
 
 def _own_socket() -> socket.socket:
-    """A socket for datagrams at this node's address, as the first rank reaches it."""
+    """Return a socket for datagrams at this node's address, as the first rank reaches it."""
     master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     family, *_, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

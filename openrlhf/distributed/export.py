@@ -123,8 +123,8 @@ def write_folder(
 
 
 def mend_generation_config(config: GenerationConfig) -> None:
-    """Published configs may name a temperature and forget `do_sample`; transformers reads them but
-    will not write.
+    """Set `do_sample` where a published config names a temperature and forgets it: transformers
+    reads such a config, but will not write it.
     """
     names = ("temperature", "top_p", "top_k", "min_p", "typical_p")
     given = [getattr(config, name, None) for name in names]

@@ -134,7 +134,7 @@ class DeepSpeedStrategy:
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that prints and writes."""
+        """Return True on the rank that prints and writes."""
         return self.topology.is_main
 
     def prepare_train(

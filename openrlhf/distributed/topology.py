@@ -51,19 +51,19 @@ class Topology:
 
     @property
     def dp_size(self) -> int:
-        """Number of ranks that hold different data."""
+        """Return the number of ranks that hold different data."""
         return self.world_size // (self.cp_size * self.tp_size)
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the data this rank holds."""
+        """Return the share of the data that this rank holds."""
         return self.rank // (self.cp_size * self.tp_size)
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that prints and writes."""
+        """Return True on the rank that prints and writes."""
         return self.rank == 0
 
     def shard(self, items: Sequence[Item]) -> list[Item]:
-        """This rank's share of the items, dealt like cards; shares differ by at most one."""
+        """Return this rank's share of the items, dealt like cards; shares differ by at most one."""
         return list(items[self.dp_rank :: self.dp_size])

@@ -1,4 +1,4 @@
-"""A model ready to train, or ready to be asked: what trainers hold in place of DeepSpeed's engine.
+"""A model to train, or for forward passes alone: what trainers hold instead of DeepSpeed's engine.
 
 The gradient of a step is the SUM, over ranks and micro-batches, of the losses passed to `backward`:
 callers divide by global denominators, DeepSpeed's own averaging is undone here.
@@ -176,16 +176,16 @@ class TrainEngine:
 
     @property
     def zero_stage(self) -> int:
-        """The stage that runs, which may be another than the one that was asked for."""
+        """Return the stage that runs, which may be another than the one that was asked for."""
         return int(self.engine.zero_optimization_stage())
 
     @property
     def lr(self) -> float:
-        """Learning rate after the updates so far."""
+        """Return the learning rate after the updates so far."""
         return float(self.schedule.optimizer.param_groups[0]["lr"])
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """The model's forward pass."""
+        """Run the model's forward pass."""
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, is_last_micro_batch: bool) -> None:
@@ -194,12 +194,12 @@ class TrainEngine:
         self.engine.backward(loss * self.engine.dp_world_size)
 
     def step(self) -> float:
-        """Clip, update weights and learning rate, clear gradients; the global gradient norm before
-        clipping.
+        """Clip, update weights and learning rate, clear gradients; return the global gradient norm
+        before clipping.
 
         A norm that is not finite leaves the weights as they are on every rank and raises
         NumericsError. In fp16 it belongs to finding the loss scale: it is logged, `inf` is
-        answered, and only many in a row raise.
+        returned, and only many in a row raise.
         """
         grad_norm = self._plain_step() if self._is_plain else self._zero_step()
         if math.isfinite(grad_norm):
@@ -313,7 +313,7 @@ def _optimizer_accepted(engine: "DeepSpeedEngine") -> Iterator[None]:
 
 
 class EvalEngine:
-    """One frozen model that is only asked."""
+    """One frozen model, for forward passes alone."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model
@@ -326,7 +326,7 @@ class EvalEngine:
 
     @torch.no_grad()
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """The model's forward pass, without gradients."""
+        """Run the model's forward pass, without gradients."""
         return self.model(*args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """Interface of rollout engines: token ids in, sampled ids and log-probs out, and weight updates.
 
-Every engine (vLLM, Hugging Face, fakes in tests) answers these calls; nothing above this layer
+Every engine (vLLM, Hugging Face, fakes in tests) has these calls; nothing above this layer
 knows which one it has.
 """
 
@@ -28,7 +28,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt; answered by `sampling.num_samples` completions."""
+    """One prompt, of which `sampling.num_samples` completions are wanted."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]

@@ -81,7 +81,7 @@ class VLLMEngine:
         return method(self, *args)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Sample for all requests with continuous batching; answers in the order of the requests.
+        """Sample for all requests with continuous batching; return results in their order.
 
         Waits while weights are replaced. Log-probs are those before top-p. Raises EngineError when
         the engine is down or a prompt does not fit.
@@ -377,7 +377,7 @@ def forget_closed_groups() -> None:
 
 
 def completion(output: Any) -> Completion:
-    """Return what vLLM answered as a Completion."""
+    """Return an output of vLLM as a Completion."""
     token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
     spans = output.weight_versions or []
     starts = tuple((span.start, int(span.version)) for span in spans)

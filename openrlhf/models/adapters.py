@@ -28,8 +28,8 @@ SCALE_FIELDS = ("mean", "std")  # of a reward model's scores
 def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     """Freeze the model and put an adapter on it: W + alpha / rank * B A (arXiv 2106.09685).
 
-    A value head stays trained and is saved with the adapter. With rank 0 the model is answered as
-    it is. Raises ConfigError for target modules that the model does not have.
+    A value head stays trained and is saved with the adapter. With rank 0 return the model as it
+    is. Raises ConfigError for target modules that the model does not have.
     """
     if not lora.rank:
         return model
@@ -64,7 +64,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> Any:
-    """A model with the adapter saved at `path` on it.
+    """Return a model with the adapter saved at `path` on it.
 
     Raises ConfigError when the folder holds no adapter, one that does not fit the model, or one
     that lacks weights.

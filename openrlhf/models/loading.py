@@ -206,7 +206,7 @@ def load_causal_lm(
     *,
     base: str | None = None,
 ) -> PreTrainedModel:
-    """A causal language model for packed rows; wrong or missing weights are a ConfigError.
+    """Load a causal language model for packed rows; raise ConfigError for wrong or missing weights.
 
     The folder of an adapter gives `base`, by default the one it names, with the adapter merged.
     """
@@ -232,7 +232,7 @@ def load_sequence_model(
     allow_fresh_head: bool = True,
     base: str | None = None,
 ) -> PreTrainedModel:
-    """A model with one scalar head: its own, or a fresh one on a causal language model.
+    """Load a model with one scalar head: its own, or a fresh one on a causal language model.
 
     The head is the module named `config.value_head_prefix`. With the default name `score` a saved
     model loads in AutoModelForSequenceClassification(num_labels=1) as it is. The folder of an

@@ -1,8 +1,8 @@
-"""Rewards from HTTP servers: POST {query, prompts, labels, ids}, answered by {rewards, scores?,
+"""Rewards from HTTP servers: POST {query, prompts, labels, ids} returns {rewards, scores?,
 extra_logs?, ids?, models?}.
 
-Every batch is answered exactly once, by one of the servers, or ends in a RewardError. Tries are
-repeated after 5xx answers and broken connections only, at another server first.
+Every batch is scored exactly once, by one of the servers, or ends in a RewardError. Tries are
+repeated after 5xx responses and broken connections only, at another server first.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Server:
 
     url: str
     num_in_flight: int = 0
-    models: object = None  # name to hash, as its first answer had them
+    models: object = None  # name to hash, as its first response had them
 
 
 class RemoteReward(RewardSource):
@@ -84,7 +84,7 @@ class RemoteReward(RewardSource):
     async def _tries(
         self, batch: RewardBatch, body: bytes, headers: dict[str, str]
     ) -> tuple[Server, httpx.Response]:
-        """Try until an answer, or the end of tries or time."""
+        """Try until there is a response, or until tries or time have ended."""
         start_s = time.monotonic()
         counts = dict.fromkeys(self._servers, 0)
         problem = ""
@@ -148,7 +148,7 @@ def body_of(batch: RewardBatch) -> bytes:
 
 
 def result_of(answer: httpx.Response, batch: RewardBatch, server: Server) -> RewardResult:
-    """Return the rewards in an answer; raises RewardError for any other."""
+    """Return the rewards in a response; raises RewardError for any other."""
     url, content, names = server.url, answer.content, batch.names()
     if answer.status_code != 200:
         status = answer.status_code
@@ -178,6 +178,6 @@ def result_of(answer: httpx.Response, batch: RewardBatch, server: Server) -> Rew
 
 
 def start_of(content: bytes) -> str:
-    """Return the first words of an answer, for a message."""
+    """Return the first words of a response, for a message."""
     text = content[:MAX_TEXT_SHOWN].decode(errors="replace")
     return " ".join(text.split()) or "an empty body"

@@ -102,7 +102,7 @@ class AsyncController:
         self.is_syncing = False
 
     def age(self, key: Key) -> int:
-        """Steps that ended since a finished group was started."""
+        """Return the steps that ended since a finished group was started."""
         return self.step + self.limits.max_staleness - self.ready[key]
 
     def restore(self, ages: Mapping[Key, int]) -> list[Key]:
@@ -232,7 +232,7 @@ class AsyncController:
         return by_deadline[: self.limits.batch_size]
 
     def _num_due(self) -> dict[int, int]:
-        """For every deadline, how many of the groups up to it have no place after this step."""
+        """Return by deadline how many of the groups up to it have no place after this step."""
         deadlines = Counter([*self.running.values(), *self.ready.values()])
         num_due, num_groups = {}, 0
         for deadline, count in sorted(deadlines.items()):

@@ -111,7 +111,7 @@ class RolloutQueue:
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        """Weights may be sent inside: running samples are finished, or go on (partial rollout).
+        """Let weights be sent inside: running samples are finished, or go on (partial rollout).
 
         While a step is under way nothing else starts before it is settled.
         """

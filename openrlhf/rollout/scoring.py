@@ -83,7 +83,7 @@ class GroupScorer:
         self.policy = policy
         self._num_expected = 0  # groups that are sampled now, and could fill up a batch
         self._waiting: list[Asked] = []
-        self._num_sent = 0  # batches that have no answer yet
+        self._num_sent = 0  # batches that have no outcome yet
         self.num_unscored = 0  # groups that wait for their rewards
 
     @contextmanager

@@ -81,7 +81,7 @@ def pack_pairs(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
 
 
 def by_side(values: Tensor) -> Tensor:
-    """(2B,) values of all sequences -> (2, B): a row of the chosen and one of the rejected side."""
+    """Return (2B,) values as (2, B): a row of the chosen and one of the rejected side."""
     return values.view(-1, 2).t()
 
 

@@ -27,12 +27,12 @@ class ContextGroup:
 
     @cached_property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return dist.get_world_size(self.group)
 
     @cached_property
     def rank(self) -> int:
-        """Place of this rank in the group."""
+        """Return the place of this rank in the group."""
         return dist.get_rank(self.group)
 
 
@@ -45,24 +45,24 @@ class RowSlice:
 
     @property
     def chunk_size(self) -> int:
-        """Tokens of a chunk."""
+        """Return the tokens of a chunk."""
         return -(-self.num_tokens // (2 * self.context.size))
 
     @property
     def padded_length(self) -> int:
-        """Tokens of the padded row, P."""
+        """Return the tokens of the padded row, P."""
         return 2 * self.context.size * self.chunk_size
 
     @property
     def chunks(self) -> tuple[range, range]:
-        """Row positions of the two chunks."""
+        """Return the row positions of the two chunks."""
         size, last = self.chunk_size, 2 * self.context.size - 1
         first, second = (k * size for k in (self.context.rank, last - self.context.rank))
         return range(first, first + size), range(second, second + size)
 
     @cached_property
     def positions_S(self) -> Tensor:
-        """Row position of every token of the slice, (S,) int64."""
+        """Return the row position of every token of the slice, (S,) int64."""
         return torch.cat([torch.arange(part.start, part.stop) for part in self.chunks])
 
     def find(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class RowSlice:
         return self.row_order(_exchange(x_cS, self.context.group))
 
     def to_heads(self, x_ShD: Tensor) -> Tensor:
-        """From all heads of the slice to this rank's share of the heads of the row: (P, h/c, D)
+        """Turn all heads of the slice into this rank's share of the heads of the row: (P, h/c, D)
         (arXiv 2309.14509).
         """
         x_cShD = x_ShD.unflatten(1, (self.context.size, -1)).transpose(0, 1)
@@ -102,12 +102,12 @@ class RowSlice:
         return _Total.apply(x, self.context.group)
 
     def row_order(self, x_cS: Tensor) -> Tensor:
-        """From the slices of all ranks, (c, S, ...), to the row, (P, ...)."""
+        """Turn the slices of all ranks, (c, S, ...), into the row, (P, ...)."""
         first, second = x_cS.unflatten(1, (2, self.chunk_size)).unbind(1)
         return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
     def rank_order(self, x_P: Tensor) -> Tensor:
-        """From the row, (P, ...), to the slices of all ranks, (c, S, ...)."""
+        """Turn the row, (P, ...), into the slices of all ranks, (c, S, ...)."""
         first, second = x_P.unflatten(0, (2, self.context.size, self.chunk_size)).unbind(0)
         return torch.stack([first, second.flip(0)], dim=1).flatten(1, 2)
 

@@ -1,4 +1,4 @@
-"""Which GPUs this machine shows, and whether torch can use them.
+"""The GPUs that this machine shows, and a check that torch can use them.
 
 Torch is imported late: some who ask change the choice before any library looks at it.
 """

@@ -67,7 +67,7 @@ def listen() -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """A block in which SIGINT and SIGTERM raise KeyboardInterrupt, but where a loop is patient."""
+    """Have SIGINT and SIGTERM raise KeyboardInterrupt inside, but where a loop is patient."""
     global _listener
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -84,7 +84,7 @@ def listening() -> Iterator[None]:
 
 @contextmanager
 def patiently(grace_s: float) -> Iterator[None]:
-    """A block that asks `is_asked` now and then and ends by itself, within `grace_s` seconds."""
+    """Let the block ask `is_asked` now and then and end by itself, within `grace_s` seconds."""
     listener = _listener
     listener.grace_s = grace_s
     try:
@@ -97,7 +97,7 @@ def patiently(grace_s: float) -> Iterator[None]:
 
 @contextmanager
 def leavable() -> Iterator[None]:
-    """A part of such a block that may be left: it raises KeyboardInterrupt when it is asked."""
+    """Let a part of such a block be left: raise KeyboardInterrupt there when it is asked."""
     if _listener.asked_at is not None:
         raise KeyboardInterrupt
     _listener.is_leavable = True

@@ -55,7 +55,7 @@ def align(num_bytes: int) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> "bfloat16"."""
+    """Return "bfloat16" for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 

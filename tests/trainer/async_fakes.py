@@ -26,6 +26,7 @@ from openrlhf.trainer.ray.cluster import DevicePhases
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.rollout import PromptRecord
 from openrlhf.utils.tracking import Tracker, read_metrics
 from tests.trainer.test_experience import rollout
 
@@ -162,7 +163,7 @@ def make_trainer(
     flags += f" --vllm_generate_batch_size {num_at_once}" if num_at_once else ""
     config = parse_config(PPOConfig, flags.split()).config
     prompts = [
-        SimpleNamespace(row_id=row, label=f"label {row}", datasource="d", columns={"row": row})
+        PromptRecord(row, "", (), label=f"label {row}", datasource="d", columns={"row": row})
         for row in range(num_prompts)
     ]
     sampling, folder = SamplingSettings(num_samples=2), TemporaryDirectory()

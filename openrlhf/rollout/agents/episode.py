@@ -277,14 +277,14 @@ def current_episode() -> Episode:
 
 
 class ResultQueue:
-    """The queue of the older executors: what is put becomes the answer of the running episode."""
+    """The queue of the older executors: what is put becomes the result of the running episode."""
 
     async def put(self, answer: object) -> None:
-        """Answer the episode."""
+        """Note the result of the episode."""
         self.put_nowait(answer)
 
     def put_nowait(self, answer: object) -> None:
-        """Answer the episode."""
+        """Note the result of the episode."""
         current_episode().answers.append(answer)
 
 

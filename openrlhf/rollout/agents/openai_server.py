@@ -2,7 +2,7 @@
 /v1/tokenize, /health.
 
 The API key says which episode a request belongs to. The server has a thread and a loop of its own,
-so that clients that block theirs are answered all the same.
+so that clients that block theirs are served all the same.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class ChatRequest(BaseModel):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the policy may call; None without any."""
+        """Return the tools that the policy may call; None without any."""
         return None if self.tool_choice == "none" else self.tools or None
 
 
@@ -252,7 +252,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
 class Turn:
     """A turn of the dialogue: its prompt, and what was said once it is sampled."""
 
-    messages: list[Message]  # that it answers, as clients write them
+    messages: list[Message]  # that it follows, as clients write them
     spoken: list[Message]  # the same with the policy's own words in its messages
     tools: object
     rendered: str  # of `spoken`, with the beginning of the answer

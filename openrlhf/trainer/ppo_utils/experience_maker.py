@@ -82,7 +82,7 @@ def reward_kl(config: PPOConfig, experience: Experience) -> Tensor | None:
 
 
 def experience_metrics(experience: Experience, kl_N: Tensor | None) -> Metrics:
-    """Reward, length and KL of a batch under their logged names.
+    """Return reward, length and KL of a batch under their logged names.
 
     The sequences of an agent's episode count once, their tokens together; `return`, `kl` and
     `values` are means over sequences and tokens.
@@ -110,6 +110,6 @@ def experience_metrics(experience: Experience, kl_N: Tensor | None) -> Metrics:
 
 
 def group_stds(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """Standard deviation of the rewards of each group, (P,); 0 for a group of one."""
+    """Return the standard deviation of the rewards of each group, (P,); 0 for a group of one."""
     groups = [rewards_B[group_ids_B == group] for group in group_ids_B.unique()]
     return torch.stack([g.std() if len(g) > 1 else g.new_zeros(()) for g in groups])

@@ -45,7 +45,7 @@ def plan_updates(
     seed: int,
     kl_coef: float = 0.0,
 ) -> list[list[UpdateStep]]:
-    """Optimizer steps of every rank: [rank][step].
+    """Return the optimizer steps of every rank: [rank][step].
 
     Each epoch visits every sample once in a seeded order; the last batch may be smaller. The parts
     of an episode stay together and count as one. Samples whose advantages are all zero stay in the
@@ -68,7 +68,7 @@ def plan_updates(
 
 
 def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs: int) -> int:
-    """Optimizer steps that `plan_updates` makes of `num_samples` samples."""
+    """Return the number of optimizer steps that `plan_updates` makes of `num_samples` samples."""
     return -(-num_samples // train_batch_size) * max_epochs
 
 

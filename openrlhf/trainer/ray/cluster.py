@@ -154,7 +154,7 @@ def policy_dtype(config: PPOConfig, *, has_gpus: bool) -> torch.dtype:
 
 
 class DevicePhases:
-    """Who holds device memory in which phase: wakes and sleeps engines and training states around
+    """Holders of device memory by phase: wakes and sleeps engines and training states around
     rollout, update and sync.
 
     A sleeping engine forgets its weights: they are sent anew before it is used again. Without sleep
@@ -189,14 +189,14 @@ class DevicePhases:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Engines are wholly awake inside, and stay so until training needs the memory."""
+        """Wake the engines wholly; they stay awake until training needs the memory."""
         assert not self.needs_weights, "engines were put to sleep and got no weights since"
         self._wake("kv_cache")
         yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Engines sleep inside."""
+        """Have the engines sleep inside."""
         with self.turn:
             self.sleep()
             yield
@@ -211,7 +211,7 @@ class DevicePhases:
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """Engines have room for their weights inside."""
+        """Give the engines room for their weights inside."""
         with self.turn:
             self._wake("weights")
             yield

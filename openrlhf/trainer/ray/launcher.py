@@ -29,7 +29,7 @@ QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us
 CONNECT_TIMEOUT_S = 10.0  # for a cluster that is said to be there
 CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate, update, export
-HEALTH_GROUP = "health"  # calls that are answered while the actor is at work
+HEALTH_GROUP = "health"  # calls that run while the actor is at work
 
 
 class Health(NamedTuple):
@@ -105,7 +105,7 @@ def _descendants() -> set[int]:
 def find_cluster(asked: str | None) -> str | None:
     """Return the address of the cluster to join, or None if there is none and none was asked for.
 
-    Raise ConfigError if the one asked for does not answer: Ray itself would try for minutes.
+    Raise ConfigError if the one asked for does not respond: Ray itself would try for minutes.
     """
     address = _started_by_user() if asked in UNNAMED else asked
     if address and _answers(address):
@@ -170,7 +170,7 @@ def start_actor(worker_class: type, args: tuple[object, ...], options: dict[str,
 def get(reference: Any, who: str, timeout_s: float) -> Any:
     """Wait for a Ray result; errors come back as what was raised, naming the worker.
 
-    Raises EngineError when the worker died or did not answer in `timeout_s` seconds.
+    Raises EngineError when the worker died or did not return in `timeout_s` seconds.
     """
     try:
         return ray.get(reference, timeout=timeout_s)

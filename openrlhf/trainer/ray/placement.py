@@ -1,4 +1,4 @@
-"""Where every role runs: its ranks, their placement groups, and a table of need and have when the
+"""Placement of every role: its ranks, their placement groups, and a table of need and have when the
 cluster has no room.
 """
 
@@ -83,7 +83,7 @@ def view_cluster() -> ClusterView:
 
 
 def reward_roles(config: PPOConfig) -> dict[str, str]:
-    """Role and path of every local reward model: "reward", or "reward1" and on of several."""
+    """Return role and path of each local reward model: "reward", or "reward1" and on of several."""
     paths = config.reward.model_paths
     if len(paths) == 1:
         return {"reward": paths[0]}
@@ -139,8 +139,8 @@ def role_demands(config: PPOConfig, cluster: ClusterView) -> list[RoleDemand]:
 def _ranks_that_fit(
     demands: Sequence[RoleDemand], unset: Sequence[str], cluster: ClusterView, ranks_per_share: int
 ) -> dict[str, int]:
-    """Fewer ranks for frozen models of unset size that have a place of their own: what the others
-    leave, in equal shares. Empty when all fit as they are, or when that would not help.
+    """Return fewer ranks for frozen models of unset size that have a place of their own: what the
+    others leave, in equal shares. Empty when all fit as they are, or when that would not help.
     """
     sizes = pool_sizes(demands)
     own = {d.role: d.num_ranks for d in demands if d.role in unset and d.pool == d.role}

@@ -71,7 +71,7 @@ class PolicyModelActor(TrainedWorker):
         return num_parameters
 
     def compute_logprobs(self, experience: Experience) -> Tensor:
-        """Log-probs (N,) of the share's sampled tokens under the current weights."""
+        """Return log-probs (N,) of the share's sampled tokens under the current weights."""
         return self.forward_in_micro_batches(
             experience, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
         )
@@ -124,7 +124,7 @@ class PolicyModelActor(TrainedWorker):
         return loss
 
     def compute_text_loss(self, batch: PackedBatch, num_tokens: int, metrics: Metrics) -> Tensor:
-        """--ptx_coef times the micro-batch's part of the language-model loss of the step's text."""
+        """Return --ptx_coef times the micro-batch's part of the language loss of a step's text."""
         stats: TokenStats = self.engine(batch)
         loss = sft_loss(stats.logprobs, num_tokens_global=num_tokens)
         metrics.add("ptx_loss", -stats.logprobs.mean().item(), weight=len(stats.logprobs))

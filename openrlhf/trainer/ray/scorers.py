@@ -34,7 +34,7 @@ class CriticModelActor(TrainedWorker):
         return self.prepare(critic, config.critic, num_updates)
 
     def compute_values(self, experience: Experience) -> Tensor:
-        """Values (N,) before each sampled token of the share."""
+        """Return values (N,) before each sampled token of the share."""
         return self.forward_in_micro_batches(experience, self.engine, what="values")
 
     def compute_loss(
@@ -68,7 +68,7 @@ class ReferenceModelActor(ModelWorker):
         return num_parameters
 
     def compute_logprobs(self, experience: Experience) -> Tensor:
-        """Log-probs (N,) of the share's sampled tokens, at the sampling temperature."""
+        """Return log-probs (N,) of the share's sampled tokens, at the sampling temperature."""
         temperature = self.config.rollout.temperature
         return self.forward_in_micro_batches(
             experience,
@@ -92,7 +92,7 @@ class RewardModelActor(ModelWorker):
         return num_parameters
 
     def compute_rewards(self, experience: Experience) -> Tensor:
-        """Rewards (B,) of the share's samples, read at their last token."""
+        """Return rewards (B,) of the share's samples, read at their last token."""
         return self.forward_in_micro_batches(
             experience, lambda batch: self.engine(batch).scores, what="rewards"
         )

@@ -62,7 +62,7 @@ class RayEngine:
 
     @property
     def who(self) -> str:
-        """The engine in the words of an error."""
+        """Return the engine in the words of an error."""
         return f"{self.name} on node {self.node}" if self.node else self.name
 
     def call(self, method: Callable[..., Result], *args: object) -> Result:

@@ -103,7 +103,7 @@ class Watch:
             watched.bar.close()
 
     def _ask_all(self, seconds: float) -> None:
-        """Hear who has answered since the last round, and ask them again."""
+        """Hear who has responded since the last round, and ask them again."""
         for watched in list(self._watched):
             if watched.asked and not ray.wait(watched.asked, timeout=0)[0]:
                 watched.hear(None, seconds)
@@ -130,7 +130,7 @@ class Watch:
                 )
 
     def _kill(self, overdue: Watched) -> None:
-        """End a process; of several, one that does not answer, for the others wait for it."""
+        """End a process; of several, one that does not respond, for the others wait for it."""
         silent = [w for w in self._watched if not w.is_answering and w.quiet_s > 2 * ASK_EVERY_S]
         culprit = overdue if not overdue.is_answering else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
