@@ -229,13 +229,8 @@ def test_a_row_shows_its_own_tools_without_the_keys_of_other_rows(
     assert shown_tools(tokenizer, read(rows, tokenizer, 0)) == first
     assert shown_tools(tokenizer, read(rows, tokenizer, 1)) == second
     assert tokenizer.decode(read(rows, tokenizer, 2)).startswith("<|user|>u<|end|><|assistant|>")
-
-
-def test_tools_as_json_text_keep_their_nulls(
-    read: Reader, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
     tools = [function("f", x={"type": "string", "default": None})]
-    rows = rows_of(tmp_path, json.dumps(tools))
+    rows = rows_of(tmp_path, json.dumps(tools))  # keep their nulls as JSON text too
     assert shown_tools(tokenizer, read(rows, tokenizer, 0)) == tools
 
 

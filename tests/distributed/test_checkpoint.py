@@ -158,17 +158,6 @@ def test_a_run_may_keep_models_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2_hf"]
 
 
-def test_checkpoints_of_another_way_are_moved_not_deleted(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    for step in (1, 2, 3):
-        save(store, step)
-    assert store.set_aside(after_step=1) == tmp_path / "aside-1"
-    assert store.set_aside(after_step=1) is None
-    assert store.steps() == [1]
-    verify(tmp_path / "aside-1" / "global_step3")
-    assert store.set_aside(after_step=-1) == tmp_path / "aside-2"
-
-
 def test_random_numbers_go_on_through_json() -> None:
     import random
 

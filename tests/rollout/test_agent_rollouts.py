@@ -1,7 +1,6 @@
 """Agents in the place of the samples generator: rollouts of whole groups, failures by policy."""
 
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -30,30 +29,17 @@ from tests.rollout.agent_fakes import (
 from tests.rollout.stream_fakes import DrivenStream, fetch
 
 
-def generate(
-    tmp_path,
-    tokenizer,
-    texts,
-    *,
-    num_hosts=1,
-    policy=None,
-    say=None,
-    code=TWO_TURNS,
-    **sampling,
-):
-    """The samples of some prompts, and the engines they came from."""
-    engines = [
-        StreamingEngine(say or says(tokenizer, "yo"), delay_s=0.01) for _ in range(num_hosts)
-    ]
-    with agents_over(engines, tmp_path, tokenizer, policy=policy, code=code) as generator:
-        batch = generator.generate_samples(
+def generate(tmp_path, tokenizer, texts, *, policy=None, say=None, code=TWO_TURNS, **sampling):
+    """The samples of some prompts."""
+    engine = StreamingEngine(say or says(tokenizer, "yo"), delay_s=0.01)
+    with agents_over([engine], tmp_path, tokenizer, policy=policy, code=code) as generator:
+        return generator.generate_samples(
             prompts(tokenizer, texts), settings(tokenizer, **sampling), tag="step1"
         )
-    return batch, engines
 
 
 def test_rollouts_come_prompt_by_prompt_with_all_that_training_needs(tmp_path, tiny_tokenizer):
-    batch, _ = generate(tmp_path, tiny_tokenizer, ["a", "abc"], num_samples=2)
+    batch = generate(tmp_path, tiny_tokenizer, ["a", "abc"], num_samples=2)
     names = [r.sample_id for r in batch.rollouts]
     assert names == ["step1/0/0", "step1/0/1", "step1/1/0", "step1/1/1"]
     assert [r.group_id for r in batch.rollouts] == [0, 0, 1, 1]
@@ -82,7 +68,7 @@ def test_groups_with_failures_are_dropped_and_counted_where_that_is_wished(
     tmp_path, tiny_tokenizer
 ):
     policy = FailurePolicy(4, drops=True, max_dropped=0.5)
-    batch, _ = generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2, policy=policy)
+    batch = generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2, policy=policy)
     assert [r.row_id for r in batch.rollouts] == [0, 0]
     assert list(batch.failed) == [1]
     assert "ValueError: bad" in batch.failed[1]
@@ -113,7 +99,7 @@ def test_an_engine_that_fails_ends_the_run_whatever_code_and_policy(tmp_path, ti
 
 def two_part_batch(tmp_path, tokenizer):
     """Group 0: two episodes of reward 0.5; group 1: two episodes of reward 1.5, in two parts."""
-    batch, _ = generate(tmp_path, tokenizer, ["a", "two"], num_samples=2)
+    batch = generate(tmp_path, tokenizer, ["a", "two"], num_samples=2)
     return batch.rollouts
 
 
@@ -169,7 +155,7 @@ def test_the_overlong_penalty_sees_the_whole_episode(tmp_path, tiny_tokenizer):
 
 
 def test_feedback_has_no_advantage_and_no_kl(tmp_path, tiny_tokenizer):
-    batch, _ = generate(tmp_path, tiny_tokenizer, ["abc"])
+    batch = generate(tmp_path, tiny_tokenizer, ["abc"])
     experience = Experience.from_rollouts(batch.rollouts)
     advantages, _ = estimator("reinforce", no_std_norm=True).compute(
         experience.rewards,
@@ -186,7 +172,7 @@ def test_feedback_has_no_advantage_and_no_kl(tmp_path, tiny_tokenizer):
 
 
 def test_feedback_is_read_but_has_no_loss(tmp_path, tiny_tokenizer, tiny_model_dir):
-    batch, _ = generate(tmp_path, tiny_tokenizer, ["abc"])
+    batch = generate(tmp_path, tiny_tokenizer, ["abc"])
     packed = Experience.from_rollouts(batch.rollouts).packed()
     model = load_causal_lm(tiny_model_dir)
     actor = Actor(model)
@@ -204,21 +190,6 @@ def test_feedback_is_read_but_has_no_loss(tmp_path, tiny_tokenizer, tiny_model_d
     assert changed[3:].tolist() != logprobs[3:].tolist()
 
 
-@contextmanager
-def streaming(tmp_path, tokenizer, engines, *, policy=None, **sampling):
-    """A stream over agents beside these engines."""
-    with agents_over(engines, tmp_path, tokenizer, policy=policy) as source:
-        stream = DrivenStream(source, settings(tokenizer, **sampling))
-        try:
-            yield stream
-        finally:
-            stream.close()
-
-
-def submit(stream, tokenizer, texts, tag="t"):
-    stream.submit([((0, p.row_id), p) for p in prompts(tokenizer, texts)], tag=tag)
-
-
 def test_turns_carry_the_versions_of_their_tokens(tmp_path, tiny_tokenizer):
     class Updated(StreamingEngine):
         """Weights change under its second turn."""
@@ -230,7 +201,9 @@ def test_turns_carry_the_versions_of_their_tokens(tmp_path, tiny_tokenizer):
             return replace(whole, weight_version=5, version_starts=((0, 4), (1, 5)))
 
     engine = Updated(says(tiny_tokenizer, "yo"))
-    with streaming(tmp_path, tiny_tokenizer, [engine]) as stream:
-        submit(stream, tiny_tokenizer, ["a"])
+    with agents_over([engine], tmp_path, tiny_tokenizer) as source:
+        stream = DrivenStream(source, settings(tiny_tokenizer))
+        stream.submit([((0, 0), prompts(tiny_tokenizer, ["a"])[0])])
         [group] = fetch(stream, 1)
+        stream.close()
         assert group.rollouts[0].weight_versions.tolist() == [4, 4, 4, 4, 5, 5]

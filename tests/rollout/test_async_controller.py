@@ -240,16 +240,3 @@ def test_the_limit_is_reached_so_that_it_is_no_idle_bound(max_staleness):
         world.run()
         histogram += world.histogram
     assert max(histogram) == max_staleness and histogram[0] > 0
-
-
-def test_every_drawn_prompt_is_settled_once() -> None:
-    ledger = Ledger()
-    ledger.draw([(0, 1), (0, 2), (0, 3)])
-    ledger.settle([(0, 1)], "trained")
-    ledger.settle([(0, 2)], "filtered:equal rewards")
-    ledger.check()
-    assert ledger.pending == {(0, 3)}
-    with pytest.raises(AssertionError, match="no open entry"):
-        ledger.settle([(0, 1)], "trained")
-    with pytest.raises(AssertionError, match="drawn twice"):
-        ledger.draw([(0, 3)])

@@ -135,6 +135,18 @@ def make(num_prompts, batch_size, scores_of, *, group_filter=None, failed_rows=(
     return sampler, generate, lambda: FakeStream(generate), asked
 
 
+def make_of(signals, batch_size, episodes):
+    """A sampler of rows that are good, flat or failed, two samples each."""
+    return make(
+        len(signals),
+        batch_size,
+        lambda row: [0.0, 1.0] if signals[row] == "good" else [1.0, 1.0],
+        group_filter=GroupFilter(max_empty=1000),
+        failed_rows={row for row, signal in enumerate(signals) if signal == "failed"},
+        episodes=episodes,
+    )
+
+
 def rows(samples):
     return sorted({r.row_id for r in samples.rollouts})
 
@@ -162,10 +174,7 @@ def test_without_a_filter_a_step_is_one_draw():
     assert sampler.ledger.outcomes == {"trained": 2, "failed:reward": 1}
 
 
-FILTERED = GroupFilter(max_empty=1000)
-
-
-@pytest.mark.parametrize("group_filter", [None, FILTERED])
+@pytest.mark.parametrize("group_filter", [None, GroupFilter(max_empty=1000)])
 def test_failures_are_held_against_the_whole_step_whatever_makes_it(group_filter):
     def step(*failed_rows):
         sampler, _, open_stream, _ = make(
@@ -205,14 +214,7 @@ def test_a_constant_reward_ends_the_run_and_says_why():
 )
 def test_what_a_step_takes_does_not_depend_on_what_finishes_first(signals, batch_size, data):
     def step(choose):
-        sampler, generate, _, _ = make(
-            len(signals),
-            batch_size,
-            lambda row: [0.0, 1.0] if signals[row] == "good" else [1.0, 1.0],
-            group_filter=GroupFilter(max_empty=1000),
-            failed_rows={row for row, signal in enumerate(signals) if signal == "failed"},
-            episodes=2,
-        )
+        sampler, generate, _, _ = make_of(signals, batch_size, 2)
         stream = FakeStream(generate, choose)
         samples = collect(sampler, lambda: stream, "step1")
         assert stream.most_running <= batch_size  # never more than the step lacks
@@ -231,14 +233,7 @@ def test_what_a_step_takes_does_not_depend_on_what_finishes_first(signals, batch
     episodes=st.integers(1, 3),
 )
 def test_every_prompt_has_one_outcome(signals, batch_size, episodes):
-    sampler, _, open_stream, _ = make(
-        len(signals),
-        batch_size,
-        lambda row: [0.0, 1.0] if signals[row] == "good" else [1.0, 1.0],
-        group_filter=GroupFilter(max_empty=1000),
-        failed_rows={row for row, signal in enumerate(signals) if signal == "failed"},
-        episodes=episodes,
-    )
+    sampler, _, open_stream, _ = make_of(signals, batch_size, episodes)
     step = 0
     while not sampler.cursor.is_exhausted:
         step += 1

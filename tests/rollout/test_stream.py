@@ -2,14 +2,14 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.base import Completion, SamplingSettings
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rollout import engine_pool
@@ -107,15 +107,14 @@ def test_a_busy_scorer_gets_full_batches_and_an_idle_one_no_pauses():
 def test_models_that_share_devices_with_training_score_before_it_or_after():
     events: list[str] = []
 
-    class Forward:
-        def __call__(self, experience):
-            events.append("scored")
-            return lambda: torch.ones(len(experience.num_actions))
+    def forward(experience):
+        events.append("scored")
+        return lambda: torch.ones(len(experience.num_actions))
 
     turn = threading.Lock()
     phases = DevicePhases([], engines_sleep=False, training_sleeps=False, turn=turn)
     engine = HeldEngine()
-    stream = open_stream([engine], ModelScorer({"m": Forward()}, turn=turn, is_streaming=True))
+    stream = open_stream([engine], ModelScorer({"m": forward}, turn=turn, is_streaming=True))
     submit(stream, range(2))
     for phase in (phases.training, phases.sync):
         with phase():
@@ -197,13 +196,12 @@ def test_an_engine_that_hangs_ends_the_stream_at_its_deadline(monkeypatch):
 def test_models_that_may_not_run_beside_generation_wait_for_its_end():
     sizes: list[int] = []
 
-    class Forward:
-        def __call__(self, experience):
-            sizes.append(len(experience.num_actions))
-            return lambda: torch.arange(float(sizes[-1]))
+    def forward(experience):
+        sizes.append(len(experience.num_actions))
+        return lambda: torch.arange(float(sizes[-1]))
 
     engine = HeldEngine()
-    stream = open_stream([engine], ModelScorer({"m": Forward()}))
+    stream = open_stream([engine], ModelScorer({"m": forward}))
     submit(stream, range(3))
     engine.answer("t/0")
     engine.answer("t/1")
@@ -263,20 +261,10 @@ VOCAB_SIZE = 10
 GOOD = Completion((3, 4), (-0.5, -0.7), "stop", weight_version=0)
 
 
-class FixedEngine:
-    """Answers every request with the same completions."""
-
-    def __init__(self, completions: list[Completion]) -> None:
-        self.completions = completions
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        return [self.completions for _ in requests]
-
-
 def samples_of(*completions: Completion) -> list[Rollout]:
     """The samples that are made of the answer to one prompt."""
     rollouts = rollouts_of(
-        [BatchSampler(FixedEngine([*completions]).generate)],
+        [BatchSampler(lambda requests: [[*completions] for _ in requests])],
         GroupScorer(SourceScorer(HeldSource(), 4), FailurePolicy(4)),
         PromptTokenizer(),
         VOCAB_SIZE,

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -30,7 +31,7 @@ from openrlhf.serving.reward_server import read_token
 from openrlhf.utils.packing import PackedBatch
 from tests.serving.served import JSON, serving, unharmed, wait_until
 from tests.source import ROOT
-from tests.tiny import as_openrlhf_saves, make_reward_model
+from tests.tiny import Payload, as_openrlhf_saves, make_reward_model
 
 TEXTS = [
     "hi",
@@ -284,20 +285,13 @@ def guarded(server):
         yield server
 
 
-class Marker:
-    """Pickled, it would write a file when unpickled."""
-
-    def __reduce__(self):
-        return (open, ("unpickled", "w"))
-
-
 def body_with_ids(*ids):
     return json.dumps({"query": ["a"] * len(ids), "ids": ids}).encode()
 
 
 BODIES = {
     "not JSON": (b"query=hello", 400, "body"),
-    "pickle": (pickle.dumps(Marker()), 400, "body"),
+    "pickle": (pickle.dumps(Payload(Path("unpickled"))), 400, "body"),
     "no query": (b'{"prompts": ["a"]}', 400, "query"),
     "a text": (b'{"query": "hello"}', 422, "query"),
     "null within": (b'{"query": ["a", null]}', 422, "query[1]"),

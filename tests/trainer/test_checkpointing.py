@@ -46,15 +46,6 @@ CASES = {
 }
 
 
-def run_and_resume(options: dict, root: Path, stop: int) -> tuple[dict, dict]:
-    """The start that is stopped, and the next, whose model and random numbers begin elsewhere."""
-    config = config_of(root / "ckpt", save_steps=stop, load_enable=True, save_hf=True)
-    return (
-        run(options, root, config, stop=stop),
-        run(options, root, config, seed=99),
-    )
-
-
 def fail_to_save(options: dict, root: Path) -> dict:
     """The last rank cannot write more than a few bytes, three times."""
     opened = open_checkpoints(config_of(root, save_steps=1), FACTS)
@@ -124,7 +115,11 @@ def run_cases(folder: Path, size: int) -> dict:
     for case, (options, stop) in CASES[size].items():
         root = folder / case
         results[case, "straight"] = run(options, root / "straight", config_of(root / "none"))
-        results[case, "stopped"] = run_and_resume(options, root / "stopped", stop)
+        # The start that is stopped; the next begins with another model and other random numbers.
+        root = root / "stopped"
+        config = config_of(root / "ckpt", save_steps=stop, load_enable=True, save_hf=True)
+        starts = ({"stop": stop}, {"seed": 99})
+        results[case, "stopped"] = [run(options, root, config, **start) for start in starts]
     return results
 
 

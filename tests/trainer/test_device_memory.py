@@ -7,9 +7,8 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import nn
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.trainer.ppo_checkpoints import open_run
 from openrlhf.trainer.ppo_run import _run, worker_classes
 from openrlhf.trainer.ppo_setup import prepare_inputs
@@ -153,19 +151,6 @@ class NotedEngine:
         self.events.append(("engine", tag))
 
 
-class OneForAll:
-    """Every response is worth its length."""
-
-    has_room = False
-
-    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
-        future: Future[RewardResult] = Future()
-        future.set_result(RewardResult([float(len(query)) for query in batch.queries]))
-        return future
-
-    def close(self) -> None: ...
-
-
 SMALL = (
     "--rollout_batch_size 2 --n_samples_per_prompt 2 --train_batch_size 4 --max_samples 2 "
     "--micro_train_batch_size 2 --micro_rollout_batch_size 2 --prompt_max_len 64 "
@@ -217,9 +202,6 @@ def run_of(
         return move(module, *args, **options)
 
     inputs = prepare_inputs(config, has_engines=False)
-    if inputs.reward_source is not None:
-        inputs.reward_source.close()
-        inputs = replace(inputs, reward_source=OneForAll())
     monkeypatch.setattr(nn.Module, "to", noted_move)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: noted("empty"))
     _run(config, inputs, run.cluster(config), open_run(config, inputs))
