@@ -19,7 +19,7 @@ NUM_MEETINGS = 160  # of one world, at most
 
 
 def run_ranks(worker: Worker, world_size: int, folder: Path) -> list[object]:
-    """Run `worker(folder)` as every rank of a new world; answers what each rank returned."""
+    """Run `worker(folder)` as every rank of a new world; return what each rank returned."""
     port = _free_port()
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     torch.multiprocessing.start_processes(

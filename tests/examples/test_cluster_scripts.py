@@ -45,7 +45,7 @@ HOSTNAME = "#!/bin/sh\necho 127.0.0.1\n"
 
 @pytest.fixture
 def install(tmp_path: Path) -> Callable[..., str]:
-    """Puts commands before all others; answers the search path that finds them."""
+    """Puts commands before all others, and returns the search path that finds them."""
 
     def put(**commands: str) -> str:
         folder = tmp_path / "bin"

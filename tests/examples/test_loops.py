@@ -92,25 +92,28 @@ def load_demo():
     return module
 
 
+def variables_of(folder: Path, num_prompts: int) -> dict[str, str]:
+    """What every loop needs: the models of a folder, and prompts that are written there."""
+    prompts = [{"input": f"{n}+{n}="} for n in range(num_prompts)]
+    return {
+        "MODEL": str(folder / "policy"),
+        "REWARD_MODEL": str(folder / "judge"),
+        "DATA": str(write_jsonl(folder / "prompts.jsonl", prompts)),
+        "INPUT_KEY": "input",
+        "SAMPLES": "8",
+        "GPUS": "1",
+        "GENERATE_ARGS": GENERATE,
+        "SCORE_ARGS": SCORE,
+    }
+
+
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("loops")
     tokenizer = load_demo().make_tokenizer()
     make_policy(folder / "policy", tokenizer)
     make_judge(folder / "judge", tokenizer)
-    prompts = [{"input": f"{n}+{n}="} for n in range(NUM_PROMPTS)]
-    return {
-        "MODEL": str(folder / "policy"),
-        "REWARD_MODEL": str(folder / "judge"),
-        "DATA": str(write_jsonl(folder / "prompts.jsonl", prompts)),
-        "INPUT_KEY": "input",
-        "ITERATIONS": "3",
-        "PROMPTS": str(NUM_PROMPTS),
-        "SAMPLES": "8",
-        "GPUS": "1",
-        "GENERATE_ARGS": GENERATE,
-        "SCORE_ARGS": SCORE,
-    }
+    return variables_of(folder, NUM_PROMPTS) | {"ITERATIONS": "3", "PROMPTS": str(NUM_PROMPTS)}
 
 
 def run_loop(name: str, folder: Path, variables: dict[str, str]) -> None:
@@ -167,16 +170,8 @@ def fickle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     flags = f"{paths} --apply_chat_template {TRAIN} --max_epochs 1 --learning_rate 3e-3"
     command = [sys.executable, "-m", "openrlhf.cli.train_sft", *flags.split()]
     subprocess.run([*command, "--save_path", folder / "policy"], check=True, timeout=300)
-    prompts = [{"input": f"{n}+{n}="} for n in range(384)]
-    return {
-        "MODEL": str(folder / "policy"),
-        "REWARD_MODEL": str(folder / "judge"),
-        "DATA": str(write_jsonl(folder / "prompts.jsonl", prompts)),
-        "INPUT_KEY": "input",
-        "SAMPLES": "8",
-        "GPUS": "1",
+    return variables_of(folder, 384) | {
         "GENERATE_ARGS": GENERATE.replace("--max_new_tokens 8", "--max_new_tokens 12"),
-        "SCORE_ARGS": SCORE,
         "TRAIN_ARGS": TRAIN + "--max_epochs 4 --learning_rate 3e-3",
     }
 

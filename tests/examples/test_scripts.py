@@ -25,7 +25,7 @@ esac
 
 @pytest.fixture
 def run_script(tmp_path):
-    """Runs a script with commands that only note their words; answers the words of each call."""
+    """Runs a script whose commands only note their words, and returns the words of each call."""
     for name in ("python", "torchrun"):
         (tmp_path / "bin").mkdir(exist_ok=True)
         path = tmp_path / "bin" / name

@@ -91,13 +91,10 @@ def says(tokenizer, text: str, *, end: bool = True) -> Say:
 TWO_TURNS = """
     from openrlhf.utils.agent import AgentExecutorBase
 
-    TRIES = {}
-
     class AgentExecutor(AgentExecutorBase):
         async def execute(self, prompt, label, sampling_params, llm_engine):
-            TRIES[prompt] = TRIES.get(prompt, 0) + 1
-            if prompt == "bad" or prompt == "shy" and TRIES[prompt] == 1:
-                raise ValueError(f"{prompt} at try {TRIES[prompt]}")
+            if prompt == "bad":
+                raise ValueError("bad prompt")
             first = await llm_engine.generate(prompt, sampling_params)
             begin = [] if prompt == "two" else first.prompt_token_ids
             ids = [*begin, *first.outputs[0].token_ids, *llm_engine.encode_feedback("??")]

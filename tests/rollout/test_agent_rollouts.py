@@ -60,7 +60,7 @@ def test_rollouts_come_prompt_by_prompt_with_all_that_training_needs(tmp_path, t
 def test_a_failed_episode_ends_the_run_by_default(tmp_path, tiny_tokenizer):
     with pytest.raises(AgentError, match=re.escape("row 2: exception: ")) as info:
         generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2)
-    assert "agent_func.py:10: ValueError: bad at try" in str(info.value)
+    assert "agent_func.py:7: ValueError: bad prompt" in str(info.value)
     assert info.value.exit_code == 3
 
 
