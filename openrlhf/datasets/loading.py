@@ -135,7 +135,9 @@ def _blend(
             "Give their common columns the same types; columns of a csv file are text."
         ) from error
     rows = rows.select(range(min(len(rows), max_samples or len(rows))))
-    return remember_files(rows, [(name, len(part)) for name, part in parts])
+    # Where rows come from: one (file, number of rows) after the other.
+    rows.info.description = json.dumps({"files": [(name, len(part)) for name, part in parts]})
+    return rows
 
 
 def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -> Parts:
@@ -415,12 +417,6 @@ def raise_bad_rows(subject: str, problems: Sequence[str], remedy: str) -> None:
     hidden = len(problems) - MAX_SHOWN
     tail = [f"... and {hidden} more"] if hidden > 0 else []
     raise DataError([head, *problems[:MAX_SHOWN], *tail])
-
-
-def remember_files(rows: Dataset, files: Sequence[tuple[str, int]]) -> Dataset:
-    """Note the files that rows were read from, one (file, number of rows) after the other."""
-    rows.info.description = json.dumps({"files": files})
-    return rows
 
 
 @lru_cache(maxsize=8)
