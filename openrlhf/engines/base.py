@@ -5,12 +5,14 @@ knows which one it has.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 Result = TypeVar("Result")
+
+SEED_BITS = 63
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,15 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()  # every id that ends a response (all EOS ids)
     seed: int | None = None
     repetition_penalty: float = 1.0  # above 1: tokens of prompt and response are less likely
+
+    def for_row(self, row_id: int) -> "SamplingSettings":
+        """Return the settings of one prompt of many: with a seed, every row has seeds of its own,
+        far from those of other rows and runs; sample k takes the row's plus k.
+        """
+        if self.seed is None:
+            return self
+        seed = (self.seed << 32) + row_id * self.num_samples
+        return replace(self, seed=seed % 2**SEED_BITS)
 
 
 @dataclass(frozen=True)

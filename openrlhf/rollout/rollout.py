@@ -1,7 +1,7 @@
 """From prompts to scored groups of samples: a coroutine for each prompt, on one event loop.
 
-The synchronous step, dynamic sampling, asynchronous training and evaluation all drain a stream of
-them, on that loop.
+The synchronous step, dynamic sampling, asynchronous training, evaluation and batch inference all
+drain a stream of them, on that loop.
 """
 
 import asyncio
@@ -145,8 +145,9 @@ class GroupStream:
         """
         self.num_running += len(prompts)
         for key, prompt in prompts:
+            sampling = self._sampling.for_row(prompt.row_id)
             request = RolloutRequest(
-                prompt, self._sampling, f"{tag}/{prompt.row_id}", next(self._group_ids)
+                prompt, sampling, f"{tag}/{prompt.row_id}", next(self._group_ids)
             )
             task = asyncio.ensure_future(self._run(key, request))
             self._tasks.add(task)

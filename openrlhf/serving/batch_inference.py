@@ -14,7 +14,6 @@ import os
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
-from concurrent.futures import as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.distributed import collectives
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
-from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.vllm_engine import VLLMEngine, check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered, RewardError
@@ -47,11 +46,15 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.support import check_here, num_positions
 from openrlhf.models.value_head import RewardModel
+from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
+from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.gpus import check_gpus
 from openrlhf.utils.logging import notice, redirect_framework_logs, say_notices
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import hide_bars, progress
+from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import eos_token_ids, load_tokenizer
 
 Row = dict[str, Any]
@@ -59,7 +62,6 @@ Row = dict[str, Any]
 FREE_SETTINGS = {"output_path", "local_rank", "micro_batch_size", "vllm", "reward"}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BATCHES_IN_CHUNK = 4  # forward batches between two writes
-SEED_BITS = 63
 OF_ONE_ANSWER = ("input", "output", "reward", "finish_reason")  # columns that a pair has twice
 REWARD_TEMPLATE = "{input} <rm_score>: {reward} "
 
@@ -133,6 +135,7 @@ class BatchTask:
         gathered.raise_if_any()
         if config.eval_task != "rm":
             assert facts is not None, "or else problems were raised"
+            self.vocab_size: int = facts.get_text_config().vocab_size
             self.max_model_len = max_model_len(self.samples, config.rollout, num_positions(facts))
 
     def _tokenise(self) -> None:
@@ -171,13 +174,12 @@ class BatchTask:
         ordered = sorted(items, key=lambda index: -int(self.samples.lengths[index]))
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
-    def generated_rows(self, item: int, group: Sequence[Completion]) -> list[Row]:
-        """Return the rows of a prompt, one for each of its completions."""
+    def generated_rows(self, item: int, group: Sequence[Rollout]) -> list[Row]:
+        """Return the rows of a prompt, one for each of its samples."""
         asked = asked_columns(self.samples.asked(item))
-        texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
         return [
-            {**asked, "output": text, "finish_reason": completion.finish_reason}
-            for text, completion in zip(texts, group, strict=True)
+            {**asked, "output": sample.plain_response, "finish_reason": sample.finish_reason}
+            for sample in group
         ]
 
     def scored_row(self, item: int, reward: float) -> Row:
@@ -224,9 +226,7 @@ def generated(
     if config.eval_task == "generate_vllm":
         engine = vllm_engine(task)  # also without items: ranks start their engines together
         try:
-            items = dict(zip(engine.submit(requests_of(task, mine)), mine, strict=True))
-            for future in as_completed(items):
-                yield items[future], task.generated_rows(items[future], future.result())
+            yield from drained(task, [mine], engine)
         finally:
             engine.shutdown()
     elif mine:
@@ -234,16 +234,35 @@ def generated(
         num_rows = config.micro_batch_size
         own = OwnGenerate(model.to(strategy.device).eval(), max_num_rows=num_rows)
         num_prompts = max(num_rows * BATCHES_IN_CHUNK // config.rollout.best_of_n, 1)
-        for chunk in task.longest_first(mine, num_prompts):
-            groups = own.generate(requests_of(task, chunk))
-            for item, group in zip(chunk, groups, strict=True):
-                yield item, task.generated_rows(item, group)
+        yield from drained(task, task.longest_first(mine, num_prompts), BatchSampler(own.generate))
 
 
-def requests_of(task: BatchTask, items: Sequence[int]) -> list[GenerationRequest]:
-    """Return requests with seeds far apart: sample k of a prompt takes its seed plus k."""
+def drained(
+    task: BatchTask, rounds: Sequence[Sequence[int]], sampler: Sampler
+) -> Iterator[tuple[int, list[Row]]]:
+    """Yield the items of each round, as they are finished, with their rows."""
+    pool = EnginePool([sampler], task.tokenizer, vocab_size=task.vocab_size)
+    rollouts = Rollouts(pool, GroupScorer(None, FailurePolicy(step_size=1)))
+    stream, run = rollouts.open_stream(sampling_of(task)), rollouts.loop.run
+
+    async def submit(items: Sequence[int]) -> None:
+        stream.submit([((0, item), task.samples[item]) for item in items], tag="row")
+
+    try:
+        for items in rounds:
+            run(submit(items))
+            while stream.num_running:
+                group = run(stream.next())
+                yield group.key[1], task.generated_rows(group.key[1], group.rollouts)
+    finally:
+        run(stream.__aexit__())
+        rollouts.loop.close()
+
+
+def sampling_of(task: BatchTask) -> SamplingSettings:
+    """Return how every prompt is sampled."""
     config, rollout = task.config, task.config.rollout
-    sampling = SamplingSettings(
+    return SamplingSettings(
         num_samples=rollout.best_of_n,
         temperature=0.0 if rollout.is_greedy else rollout.temperature,
         top_p=rollout.top_p,
@@ -251,17 +270,9 @@ def requests_of(task: BatchTask, items: Sequence[int]) -> list[GenerationRequest
         stop_token_ids=eos_token_ids(
             task.model_path, task.tokenizer, trust_remote_code=config.trust_remote_code
         ),
+        seed=config.seed,
         repetition_penalty=rollout.repetition_penalty,
     )
-    seeds = ((config.seed << 32) + item * rollout.best_of_n for item in items)
-    return [
-        GenerationRequest(
-            str(item),
-            task.samples[item].prompt_token_ids,
-            replace(sampling, seed=seed % 2**SEED_BITS),
-        )
-        for item, seed in zip(items, seeds, strict=True)
-    ]
 
 
 def vllm_engine(task: BatchTask) -> VLLMEngine:
