@@ -19,12 +19,7 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 import datasets
 import pyarrow as pa
 from datasets import Dataset, Features, Value
-from datasets.data_files import (
-    SPLIT_KEYWORDS,
-    DataFilesDict,
-    EmptyDatasetError,
-    get_data_patterns,
-)
+from datasets.data_files import SPLIT_KEYWORDS, DataFilesDict, EmptyDatasetError, get_data_patterns
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from openrlhf.config.base import DATA_SUFFIXES

@@ -23,12 +23,7 @@ from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig, RunConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
-from openrlhf.distributed.train_engine import (
-    EvalEngine,
-    TrainEngine,
-    make_optimizer,
-    make_schedule,
-)
+from openrlhf.distributed.train_engine import EvalEngine, TrainEngine, make_optimizer, make_schedule
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import ConfigError
 from openrlhf.utils.context_parallel import ContextGroup

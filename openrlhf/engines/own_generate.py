@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.utils.packing import is_padded

@@ -17,12 +17,7 @@ import torch
 import torch.distributed as dist
 
 from openrlhf.engines import vllm_cpu
-from openrlhf.engines.base import (
-    Completion,
-    GenerationRequest,
-    SamplingSettings,
-    WeightBucket,
-)
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings, WeightBucket
 from openrlhf.errors import ConfigError, EngineError, WeightSyncError, first_line
 from openrlhf.utils.threads import telling
 

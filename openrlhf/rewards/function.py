@@ -13,13 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, checked_result, optional_numbers
-from openrlhf.utils.user_code import (
-    accepted,
-    blaming,
-    load_module,
-    public_names,
-    takes_any,
-)
+from openrlhf.utils.user_code import accepted, blaming, load_module, public_names, takes_any
 
 FUNCTION_NAME, LIST_NAME, WEIGHTS_NAME = "reward_func", "reward_funcs", "reward_weights"
 OPTIONAL_ARGUMENTS = ("responses", "columns")  # given to a reward_func that names them

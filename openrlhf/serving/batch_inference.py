@@ -22,11 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from openrlhf.config.serving import (
-    BatchInferenceConfig,
-    InferenceRewardConfig,
-    SamplingConfig,
-)
+from openrlhf.config.serving import BatchInferenceConfig, InferenceRewardConfig, SamplingConfig
 from openrlhf.datasets.chat import RENDERED, to_messages, wish_template, wrap_input
 from openrlhf.datasets.command_data import inference_data
 from openrlhf.datasets.prompts_dataset import PromptDataset
@@ -43,6 +39,7 @@ from openrlhf.models.loading import (
     load_causal_lm,
     load_config,
     load_sequence_model,
+    resolve_dtype,
 )
 from openrlhf.models.support import check_here, num_positions
 from openrlhf.models.value_head import RewardModel
@@ -60,7 +57,6 @@ from openrlhf.utils.tokenizer import eos_token_ids, load_tokenizer
 Row = dict[str, Any]
 # Settings that change neither the rows nor their order.
 FREE_SETTINGS = {"output_path", "local_rank", "micro_batch_size", "vllm", "reward"}
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BATCHES_IN_CHUNK = 4  # forward batches between two writes
 OF_ONE_ANSWER = ("input", "output", "reward", "finish_reason")  # columns that a pair has twice
 REWARD_TEMPLATE = "{input} <rm_score>: {reward} "
@@ -135,7 +131,7 @@ class BatchTask:
         gathered.raise_if_any()
         if config.eval_task != "rm":
             assert facts is not None, "or else problems were raised"
-            self.vocab_size: int = facts.get_text_config().vocab_size
+            self.facts = facts
             self.max_model_len = max_model_len(self.samples, config.rollout, num_positions(facts))
 
     def _tokenise(self) -> None:
@@ -241,7 +237,7 @@ def drained(
     task: BatchTask, rounds: Sequence[Sequence[int]], sampler: Sampler
 ) -> Iterator[tuple[int, list[Row]]]:
     """Yield the items of each round, as they are finished, with their rows."""
-    pool = EnginePool([sampler], task.tokenizer, vocab_size=task.vocab_size)
+    pool = EnginePool([sampler], task.tokenizer, vocab_size=task.facts.get_text_config().vocab_size)
     rollouts = Rollouts(pool, GroupScorer(None, FailurePolicy(step_size=1)))
     stream, run = rollouts.open_stream(sampling_of(task)), rollouts.loop.run
 
@@ -281,7 +277,7 @@ def vllm_engine(task: BatchTask) -> VLLMEngine:
     return VLLMEngine(
         {
             "model": task.model_path,
-            "dtype": DTYPES.get(config.ds.param_dtype, "auto" if num_gpus else "float32"),
+            "dtype": resolve_dtype(config.ds.param_dtype, task.facts),
             "max_model_len": task.max_model_len,
             "tensor_parallel_size": config.vllm.tensor_parallel_size or max(num_gpus, 1),
             "gpu_memory_utilization": config.vllm.gpu_memory_utilization,

@@ -15,11 +15,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from openrlhf.algorithms.balancing import (
-    balanced_partitions,
-    fixed_batches,
-    token_budget_batches,
-)
+from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches, token_budget_batches
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.sampler import epoch_order
 from openrlhf.distributed.collectives import all_gather_object

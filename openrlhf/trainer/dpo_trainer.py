@@ -8,23 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from openrlhf.algorithms.preference_loss import (
-    PairLogps,
-    PreferenceOptions,
-    preference_loss,
-)
+from openrlhf.algorithms.preference_loss import PairLogps, PreferenceOptions, preference_loss
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.datasets.reward_dataset import PreferencePair
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import TokenStats
 from openrlhf.trainer.base_trainer import Inputs, add_means, check_same_tokens
-from openrlhf.trainer.preference import (
-    PreferenceBatch,
-    ReferencedTrainer,
-    by_side,
-    pack_pairs,
-)
+from openrlhf.trainer.preference import PreferenceBatch, ReferencedTrainer, by_side, pack_pairs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ LINES = b'{"input": "a", "label": 1}\n{"input": "b", "label": 2}\n'
     ("name", "content"),
     [
         ("rows.jsonl", LINES),
-        ("rows.jsonl.gz", gzip.compress(LINES)),
+        ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)),
         ("rows.json", b"[" + LINES.replace(b"}\n{", b"},\n{") + b"]"),
         ("rows.parquet", None),
     ],
@@ -169,7 +169,7 @@ def test_damaged_binary_files_are_named(tmp_path):
     with pytest.raises(DataError, match=r"rows.parquet is damaged"):
         load_rows(str(parquet))
     packed = tmp_path / "rows.jsonl.gz"
-    packed.write_bytes(gzip.compress(GOOD * 1000)[:-12])
+    packed.write_bytes(gzip.compress(GOOD * 1000, mtime=0)[:-12])
     with pytest.raises(DataError, match=r"rows.jsonl.gz cannot be read: Compressed file ended"):
         load_rows(str(packed))
 

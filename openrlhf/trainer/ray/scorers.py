@@ -6,11 +6,7 @@ from openrlhf.algorithms.policy_loss import value_loss
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
-from openrlhf.models.loading import (
-    disable_dropout,
-    load_causal_lm,
-    load_sequence_model,
-)
+from openrlhf.models.loading import disable_dropout, load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import CriticModel, RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
