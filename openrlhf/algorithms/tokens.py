@@ -75,9 +75,9 @@ def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the o
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
     shard: "VocabShard | None" = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs of the targets (N,) and, if asked, the entropy (N,) of what they were drawn
-    from.
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return log-probs of the targets (N,), if asked the entropy (N,) of what they were drawn from,
+    and which targets are the likeliest token, (N,) bool.
 
     z = cap(logit_scale * (hidden @ weight.T + bias)) / temperature with cap(x) = softcap *
     tanh(x / softcap); the product is taken in the dtype of hidden and weight, all else in fp32.
@@ -207,7 +207,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         head: _Head,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         rows_N, is_elsewhere_N = head.own_targets(targets_N, len(weight_VH))
         max_N = hidden_NH.new_empty(len(hidden_NH), dtype=compute_dtype(hidden_NH))
         total_N, chosen_N = torch.empty_like(max_N), torch.empty_like(max_N)
@@ -232,15 +232,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         log_total_N = total_N.log()
         logprobs_N, logsumexp_N = chosen_N - log_total_N, max_N + log_total_N
         entropy_N = log_total_N - weighted_N / total_N if head.with_entropy else None
+        is_top_N = chosen_N == 0  # no logit is above the target's
+        ctx.mark_non_differentiable(is_top_N)
         ctx.head = head
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, logsumexp_N, entropy_N)
-        return logprobs_N, entropy_N
+        return logprobs_N, entropy_N, is_top_N
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
+        ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, logsumexp_N, entropy_N = ctx.saved_tensors
         head: _Head = ctx.head

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from openrlhf.config.base import Base, CommandConfig, is_given, option, switch
 
@@ -282,10 +282,10 @@ class LoggerConfig(Base):
     )
 
 
-def logger_of(project: str, stem: str) -> LoggerConfig:
+def logger_of(project: str, stem: str, kind: type[LoggerConfig] = LoggerConfig) -> Any:
     """Return the logging of a command: its W&B project, and the name of its runs."""
     name = f"{stem}_{datetime.now():%m%dT%H:%M}"
-    return LoggerConfig(wandb=WandbConfig(project=project, run_name=name))
+    return kind(wandb=WandbConfig(project=project, run_name=name))
 
 
 class TextDataConfig(Base):

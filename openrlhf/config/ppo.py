@@ -389,6 +389,17 @@ class PPODataConfig(TextDataConfig):
     max_images_per_prompt: int = option(0, "Images of a prompt (vision-language models).", ge=0)
 
 
+class PPOLoggerConfig(LoggerConfig):
+    """`logger.*` of RL: what is shown and kept of single steps, too."""
+
+    print_samples: int = option(
+        2, "Samples shown at each evaluation and every 10th step; 0: none.", ge=0
+    )
+    dump_steps: tuple[int, ...] | None = option(
+        None, "Steps kept for `openrlhf replay`, with commas between.", "dump"
+    )
+
+
 class PPOConfig(RunConfig):
     """Reinforcement learning: PPO, REINFORCE++, RLOO, GRPO and their kin."""
 
@@ -403,7 +414,7 @@ class PPOConfig(RunConfig):
     data: PPODataConfig = PPODataConfig(input_template=None, max_samples=100_000_000)
     ds: DeepSpeedConfig = DeepSpeedConfig()
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_ppo_ray")
-    logger: LoggerConfig = logger_of("openrlhf_train_ppo", "ppo")
+    logger: PPOLoggerConfig = logger_of("openrlhf_train_ppo", "ppo", PPOLoggerConfig)
 
     def derived(self) -> Iterator[tuple[str, object]]:
         """Add group size, placement, checkpointing of the critic and room for the prompt."""

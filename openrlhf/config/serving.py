@@ -217,3 +217,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may mean any address
         return False
+
+
+class ReplayConfig(CommandConfig):
+    """A step of an RL run again (replay)."""
+
+    operands: ClassVar = "run"
+
+    run: str | None = option(
+        None, "Folder of the run; it may stand before all flags.", needed="run", opens="folder"
+    )
+    step: int = option(1, "Step that was kept: by --dump, or because it failed.", ge=1)

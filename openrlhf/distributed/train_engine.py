@@ -235,9 +235,9 @@ class TrainEngine:
         if self._can_move_states():
             self.engine.reload_states(non_blocking=False)
 
-    def save_states(self, folder: Path) -> None:
-        """Write trained weights, optimizer and schedule into `folder`; all ranks call, all or none
-        raise CheckpointError.
+    def save_states(self, folder: Path, *, has_optimizer: bool = True) -> None:
+        """Write trained weights, optimizer (unless it is left out) and schedule into `folder`; all
+        ranks call, all or none raise CheckpointError.
 
         Frozen weights, such as the base of an adapter, are left out: a start loads them.
         """
@@ -249,7 +249,8 @@ class TrainEngine:
             folder.mkdir(parents=True, exist_ok=True)
             tp_rank, dp_rank = _place(self.engine)
             if dp_rank == 0 or self.zero_stage > 0:  # ZeRO 0: every rank holds all
-                torch.save(_content(self.engine), folder / f"tp{tp_rank}-dp{dp_rank}.pt")
+                content = _content(self.engine, has_optimizer=has_optimizer)
+                torch.save(content, folder / f"tp{tp_rank}-dp{dp_rank}.pt")
             if collectives.is_main():
                 folders.write_json(folder / ENGINE, facts)
 
@@ -345,11 +346,11 @@ class Part(NamedTuple):
         return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
 
 
-def _content(engine: "DeepSpeedEngine") -> dict[str, dict[str, Any]]:
+def _content(engine: "DeepSpeedEngine", *, has_optimizer: bool) -> dict[str, dict[str, Any]]:
     """Return what this rank optimizes, by the names of parameters; tensors are views."""
     content = {}
     for part in _parts(engine):
-        state = engine.basic_optimizer.state.get(part.flat, {})
+        state = engine.basic_optimizer.state.get(part.flat, {}) if has_optimizer else {}
         tensors = {WEIGHTS: part.flat, **state}
         content[part.name] = {"start": part.start} | {
             key: tensor if key == STEP else part.of(tensor) for key, tensor in tensors.items()

@@ -24,6 +24,7 @@ class TokenStats(NamedTuple):
     """Output of the policy for the target tokens of a batch."""
 
     logprobs: Tensor  # (N,) fp32
+    is_top: Tensor  # (N,) bool: no token is likelier than the target
     entropy: Tensor | None = None  # (N,) fp32, of the temperature-scaled distribution
     aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
 
@@ -63,8 +64,10 @@ def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
 def token_stats(
     head: ChunkedHead, hidden_NH: Tensor, targets_N: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, ...]:
-    """Return log-probs of the targets, (N,) fp32, and when asked the entropy, (N,) fp32."""
-    logprobs_N, entropy_N = chunked_logprobs(
+    """Return log-probs of the targets, (N,) fp32, whether each is the likeliest token, (N,) bool,
+    and when asked the entropy, (N,) fp32.
+    """
+    logprobs_N, entropy_N, is_top_N = chunked_logprobs(
         hidden_NH,
         head.weight,
         targets_N,
@@ -75,7 +78,8 @@ def token_stats(
         with_entropy=with_entropy,
         shard=head.shard,
     )
-    return (logprobs_N,) if entropy_N is None else (logprobs_N, entropy_N)
+    stats = (logprobs_N, is_top_N)
+    return stats if entropy_N is None else (*stats, entropy_N)
 
 
 def without_head(model: PreTrainedModel) -> nn.Module:

@@ -27,7 +27,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.utils.logging import RunClock, eval_line, notice, step_line, warn
-from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.metrics import Metrics, merged, standard_errors
 from openrlhf.utils.packing import Batch
 from openrlhf.utils.progress import progress
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
@@ -76,6 +76,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     """Trains one model on samples; a recipe gives samples, model and loss."""
 
     name: ClassVar[str]  # of the command
+    judged_by: ClassVar[str] = "loss"  # metric by which evaluations are compared
 
     def __init__(self, config: Any, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         self.config, self.inputs, self.strategy = config, inputs, strategy
@@ -170,14 +171,16 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         done, its log line and evaluation too.
         """
         self.clock = RunClock(self.global_step)
-        for rows in self.batches_left():
-            self.pending.merge(self.train_step(rows))
-            self.global_step += 1
-            if self.is_due(self.config.logger.logging_steps):
-                self._log()
-            self._evaluate_if_due()
-            if after_step is not None:
-                after_step()
+        with progress("training", self.num_updates) as advance:
+            for rows in self.batches_left():
+                self.pending.merge(self.train_step(rows))
+                self.global_step += 1
+                if self.is_due(self.config.logger.logging_steps):
+                    self._log()
+                self._evaluate_if_due()
+                if after_step is not None:
+                    after_step()
+                advance(completed=self.global_step)
         self.tracker.close()
 
     def batches_left(self) -> Iterator[list[int]]:
@@ -226,15 +229,19 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Return metrics over the whole evaluation set, all ranks together."""
         assert self.eval_samples is not None, "there is no evaluation set"
         self.engine.module.eval()
-        lengths, metrics = self.eval_samples.lengths.tolist(), Metrics()
+        lengths, parts = self.eval_samples.lengths.tolist(), []
         with progress("evaluating", len(lengths), is_shown=self.strategy.is_main) as advance:
             for rows in self.eval_batches(len(lengths)):
                 numbers = self.prepare(rows, self.eval_samples)
                 for part, batch in self.own_batches(self.eval_samples, rows, lengths):
-                    self._loss_of(part, batch, self.counts(batch) | numbers, metrics)
+                    parts.append(Metrics())
+                    self._loss_of(part, batch, self.counts(batch) | numbers, parts[-1])
                 advance(len(rows))
-        values = self._reduced(metrics)
-        return {f"eval/{name}": v for name, v in {**values, **self.summarise(values)}.items()}
+        gathered = all_gather_object(parts, group=self.strategy.dp_group)
+        parts = [part for own in gathered for part in own]
+        values = merged(parts).values()
+        values |= self.summarise(values) | standard_errors(parts)
+        return {f"eval/{name}": value for name, value in values.items()}
 
     def own_batches(
         self, samples: Samples[SampleT], rows: Sequence[int], lengths: Lengths
@@ -318,10 +325,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     def _reduced(self, metrics: Metrics) -> dict[str, float]:
         """Return the metrics of all ranks as numbers."""
-        merged = Metrics()
-        for part in all_gather_object(metrics, group=self.strategy.dp_group):
-            merged.merge(part)
-        return merged.values()
+        return merged(all_gather_object(metrics, group=self.strategy.dp_group)).values()
 
 
 def add_means(metrics: Metrics, values: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,6 @@ from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.rollout.rollout_queue import RolloutQueue, write_groups
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.ppo_setup import RunInputs
-from openrlhf.trainer.ppo_utils.evaluation import noteworthy
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.cluster import DevicePhases
 from openrlhf.trainer.ray.model_actor import TrainedWorker
@@ -28,6 +27,7 @@ from openrlhf.trainer.ray.placement import TRAINED_ROLES
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.utils.logging import Values, notice, warn
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.outcome import noteworthy
 from openrlhf.utils.progress import progress
 
 RUN = "run"  # the controller's own state, in state.json

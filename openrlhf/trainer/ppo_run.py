@@ -39,7 +39,8 @@ from openrlhf.trainer.ray.placement import TRAINED_ROLES, pools_of, reward_roles
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.scorers import CriticModelActor, ReferenceModelActor, RewardModelActor
 from openrlhf.utils import stopping
-from openrlhf.utils.logging import format_count, notice, print_banner, redirect_framework_logs
+from openrlhf.utils.logging import format_count, print_banner, redirect_framework_logs
+from openrlhf.utils.outcome import say_saved
 from openrlhf.utils.progress import progress
 from openrlhf.utils.tracking import make_tracker
 
@@ -89,7 +90,7 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
     state = RunState(config, opened, groups, phases)
     state.check_is_shared()
     phases.sleep()
-    sizes = _init_models(config, groups, inputs.updates, phases)
+    sizes = init_models(config, groups, inputs.updates, phases)
     print_banner(banner_sections(config, inputs.updates, cluster, sizes, len(inputs.prompts)))
     rollouts = _rollouts(config, inputs, cluster, phases)
     opened.clear_folder(inputs.run_dir, config)
@@ -114,7 +115,7 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
     for role, folder in folders.items():
         export_final(partial(groups[role].call, TrainedWorker.export), Path(folder))
     opened.note_finished(inputs.run_dir, state.global_step)
-    notice(f"model saved to {inputs.run_dir}")
+    say_saved(inputs.run_dir)
     trainer.say_evaluations()
 
 
@@ -129,7 +130,7 @@ def worker_classes(config: PPOConfig) -> dict[str, type]:
     return classes
 
 
-def _init_models(
+def init_models(
     config: PPOConfig, groups: Groups, updates: Sequence[int], phases: DevicePhases
 ) -> dict[str, int]:
     """Load all models and return their parameter counts by role.

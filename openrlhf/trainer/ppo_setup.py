@@ -32,7 +32,7 @@ from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, reads_tokens_of
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.logging import say_notices
-from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
+from openrlhf.utils.tokenizer import Tokenizer, TokenTexts, eos_token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,6 +44,7 @@ class RunInputs:
 
     run_dir: Path
     tokenizer: Tokenizer
+    token_texts: TokenTexts
     prompts: PromptDataset
     eval_prompts: PromptDataset | None
     texts: SFTDataset | None  # pre-training text that is mixed in
@@ -97,6 +98,7 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
     return RunInputs(
         run_dir=run_dir,
         tokenizer=tokenizer,
+        token_texts=TokenTexts(tokenizer),
         prompts=prompts,
         eval_prompts=eval_prompts,
         texts=texts,

@@ -4,10 +4,8 @@ workers.
 Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Built by ppo_run.py.
 """
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -20,14 +18,15 @@ from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.ppo_checkpoints import RunState
+from openrlhf.trainer.ppo_dumps import DUMPS, StepDump
 from openrlhf.trainer.ppo_setup import RunInputs
-from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics, has_fallen, with_error
+from openrlhf.trainer.ppo_updates import StepFacts, trained_roles, update_model
+from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
-from openrlhf.trainer.ppo_utils.replay_buffer import mix_texts, plan_updates
+from openrlhf.trainer.ppo_utils.replay_buffer import seen_column
 from openrlhf.trainer.ppo_utils.worker_group import Forward
 from openrlhf.trainer.ray.cluster import Cluster
-from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import (
@@ -36,15 +35,15 @@ from openrlhf.utils.logging import (
     hints,
     needed_history,
     notice,
-    short_name,
     step_line,
-    warn,
 )
 from openrlhf.utils.metrics import Metrics, timed
+from openrlhf.utils.outcome import say_outcome
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.tracking import Tracker, write_rollouts
+from openrlhf.utils.samples import example_of, show_samples
+from openrlhf.utils.tracking import Tracker, rollout_row, write_rollouts
 
-MAX_SHOWN = 200  # characters of a response in a hint
+SAMPLES_EVERY = 10  # steps until samples are shown again
 
 
 class PPOTrainer:
@@ -98,12 +97,12 @@ class PPOTrainer:
                 rollouts = self.generate_unless_stopped(metrics)
                 if rollouts:
                     state.global_step += 1
-                    metrics.merge(self.train_step(rollouts, state.global_step))
+                    experience = self.train_step(rollouts, state.global_step, metrics)
             if not rollouts:  # no prompt had a signal, or a reward
                 if not self.is_over:
                     state.unlogged.merge(metrics)
                 continue
-            self.report(state.global_step, metrics, rollouts)
+            self.report(state.global_step, metrics, rollouts, experience)
             every = self.config.eval.steps
             if self.is_over or (every > 0 and state.global_step % every == 0):
                 self.evaluate(state.global_step)
@@ -118,26 +117,17 @@ class PPOTrainer:
         self.tracker.close()
 
     def say_evaluations(self) -> None:
-        """Compare the first, the best and the last evaluation, if there were several; warn of a
-        policy that became worse than its best.
-        """
-        name, found = self.inputs.pass_rate, self.state.evaluations
-        steps = [int(values["step"]) for values in found]
-        if name is None or len(set(steps)) < 2:
-            return
-        first, best, last = (with_error(values, name) for values in found)
-        unkept = "not kept, --save_steps keeps the best" if steps[1] else self.config.policy_path
-        where = self.state.opened.store.find(steps[1]) or unkept
-        notice(
-            f"{short_name(name)}: first {first} (step {steps[0]}), best {best} (step {steps[1]}, "
-            f"{where}), last {last} (step {steps[2]})"
-        )
-        if has_fallen(found[1], found[2], name):
-            warn(
-                f"the policy got worse: {short_name(name)} fell from {best} at step {steps[1]} to "
-                f"{last} at step {steps[2]}, by more than two standard errors. The model of step "
-                f"{steps[1]}: {where}."
-            )
+        """Say what was best, and warn of a policy that became worse than its best."""
+        steps, evaluations = self.tracker.records(), self.state.evaluations
+        say_outcome(self.inputs.pass_rate, evaluations, steps, where=self.place_of)
+
+    def place_of(self, step: int) -> object:
+        """Return where the policy of a step is, as far as it was kept."""
+        state = self.state
+        if step == state.global_step:
+            return self.inputs.run_dir
+        unkept = "not kept, --save_steps keeps the best" if step else self.config.policy_path
+        return state.opened.store.find(step) or unkept
 
     def check_has_learnt(self) -> None:
         """Raise RewardError when no prompt of the whole run could be trained on."""
@@ -195,17 +185,22 @@ class PPOTrainer:
             row, reason = next(iter(failed.items()))
             notice(f"dropped {len(failed)} prompt(s) without rewards; row {row + 1}: {reason}")
 
-    def train_step(self, rollouts: Sequence[Rollout], global_step: int) -> Metrics:
-        """Do an RL step after generation; return its metrics."""
-        metrics = Metrics()
+    def train_step(
+        self, rollouts: Sequence[Rollout], global_step: int, metrics: Metrics
+    ) -> Experience:
+        """Do an RL step after generation; return its samples with what was computed for them."""
         self.check_versions(rollouts)
-        with self.phases.training():
+        dump = self.dump_of(rollouts, global_step)
+        with self.phases.training(), dump.watching():
             with timed("make_experience", metrics):
-                experience, experience_metrics = make_experience(
+                experience, noted = make_experience(
                     self.config, self.forwards, rollouts, self.state.kl_coef
                 )
+            dump.take(experience)
             with timed("ppo_train", metrics):
-                metrics.merge(experience_metrics).merge(self.ppo_train(experience, global_step))
+                experience, updated = self.ppo_train(experience, dump)
+            dump.note(updated)
+        metrics.merge(noted).merge(updated)
         self.check_mismatch(metrics, global_step)
         if self.trains_actor(global_step) or self.phases.needs_weights:
             with timed("broadcast", metrics):
@@ -213,37 +208,49 @@ class PPOTrainer:
         if "kl" in metrics:
             self.state.adapt_kl_coef(metrics["kl"], len(rollouts))
         self.state.sampler.settle(set(experience.group_ids.tolist()))
-        return metrics
+        return experience
 
-    def ppo_train(self, experience: Experience, global_step: int) -> Metrics:
-        """Update the critic, then the policy (unless the critic still warms up alone)."""
-        metrics, train, texts = Metrics(), self.config.train, self.inputs.texts
-        for role in ("critic", "actor"):
-            if role not in self.groups or (role == "actor" and not self.trains_actor(global_step)):
-                continue
-            group = self.groups[role]
-            shares = plan_updates(
-                experience,
-                group.num_shares,
-                train_batch_size=train.batch_size,
-                max_epochs=train.max_epochs,
-                seed=train.seed + global_step,
-                kl_coef=self.state.kl_coef,
-            )
-            if role == "actor" and texts is not None:
-                num_seen = self.state.num_texts
-                self.state.num_texts += sum(step.num_samples for step in shares[0])
-                shares = mix_texts(shares, texts, num_seen=num_seen, seed=train.seed)
-            with self.phases.update(group):
-                for part in group.start(TrainedWorker.fit, [(share,) for share in shares])():
-                    metrics.merge(part)
-        self.state.weight_version += self.trains_actor(global_step)
-        return metrics
+    def ppo_train(self, experience: Experience, dump: StepDump) -> tuple[Experience, Metrics]:
+        """Update the critic, then the policy (unless the critic still warms up alone); return the
+        experience with the log-probs that the policy's loss saw.
+        """
+        state, metrics = self.state, Metrics()
+        for role in trained_roles(self.config, state.global_step):
+            is_actor = role == "actor"
+            dump.begun.append(role)
+            with self.phases.update(self.groups[role]):
+                results = update_model(
+                    self.config,
+                    self.groups[role],
+                    experience,
+                    dump.facts,
+                    texts=self.inputs.texts if is_actor else None,
+                    columns=["new_logprobs"] if is_actor else [],
+                )
+            for result in results:
+                metrics.merge(result.metrics)
+            if is_actor:
+                state.weight_version += 1
+                state.num_texts += len(experience) * self.config.train.max_epochs
+                seen = seen_column(results, "new_logprobs", experience.num_actions)
+                experience = replace(experience, new_logprobs=seen)
+        return experience, metrics
+
+    def dump_of(self, rollouts: Sequence[Rollout], global_step: int) -> StepDump:
+        """Return what keeps a step for a replay, if it is chosen or fails."""
+        state = self.state
+        return StepDump(
+            self.inputs.run_dir / DUMPS / f"step_{global_step:06d}",
+            StepFacts(global_step, state.kl_coef, state.num_texts, self.inputs.updates),
+            rollouts,
+            state.groups,
+            self.phases,
+            is_chosen=global_step in (self.config.logger.dump_steps or ()),
+        )
 
     def trains_actor(self, global_step: int) -> bool:
-        """Return True if this step updates the policy: not while the critic warms up alone."""
-        num_frozen = self.config.critic.freezing_steps
-        return "critic" not in self.groups or global_step > num_frozen
+        """Return True if this step updates the policy."""
+        return "actor" in trained_roles(self.config, global_step)
 
     def broadcast_to_vllm(self) -> None:
         """Send the policy's weights to the engines; returns only when every engine has proved to
@@ -275,9 +282,18 @@ class PPOTrainer:
         policy = replace(self.sampler.policy, step_size=len(prompts))
         policy.check_dropped(list(samples.failed.values()), of="the evaluation")
         self.say_failed(samples.failed)
+        file = write_rollouts(
+            inputs.run_dir,
+            global_step,
+            self.rows_of(samples.rollouts),
+            num_kept=self.config.rollout.num_kept_files,
+            kind="eval_step",
+        )
         values = evaluation_metrics(samples.rollouts, inputs.eval_sampling.num_samples)
         self.tracker.log(global_step, values)
         notice(eval_line(global_step, values))
+        count = self.config.logger.print_samples
+        show_samples(f"eval at step {global_step}", samples.rollouts, count, file=file)
         if (name := inputs.pass_rate) in values:
             self.state.note_evaluation(name, {"step": global_step} | values)
 
@@ -309,18 +325,34 @@ class PPOTrainer:
                 "Check temperature, dtype and attention on both sides."
             )
 
-    def report(self, global_step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
+    def report(
+        self,
+        global_step: int,
+        metrics: Metrics,
+        rollouts: Sequence[Rollout],
+        experience: Experience,
+    ) -> None:
         """Hints, the rollouts; every `--logging_steps` the line and the log of all steps since."""
         self.state.unlogged.merge(metrics)
         self.state.num_unlogged += 1
         if global_step % self.config.logger.logging_steps == 0:
             self.log(global_step)
-        num_kept, rows = self.config.rollout.num_kept_files, [_row(r) for r in rollouts]
+        rows = self.rows_of(rollouts)
+        for row, columns in zip(rows, experience.learned_columns(), strict=True):
+            row.update(columns)
+        num_kept = self.config.rollout.num_kept_files
         file = write_rollouts(self.inputs.run_dir, global_step, rows, num_kept=num_kept)
         values = self.values_of(metrics)
-        for line in hints(values, self.state.history, example=_example(rollouts[0], file)):
+        for line in hints(values, self.state.history, example=example_of(rollouts[0], file)):
             notice(line)
         self.state.history = needed_history([*self.state.history, values])
+        if global_step % SAMPLES_EVERY == 0:
+            count = self.config.logger.print_samples
+            show_samples(f"step {global_step}", rollouts, count, file=file)
+
+    def rows_of(self, rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
+        """Return samples as the files of rollouts have them."""
+        return [rollout_row(rollout, self.inputs.token_texts) for rollout in rollouts]
 
     def log(self, global_step: int) -> None:
         """Write one line, the metrics file, the sinks; nothing where all steps are logged."""
@@ -340,28 +372,3 @@ class PPOTrainer:
         values["kl_coef"] = self.state.kl_coef
         times = {name: v / num_steps for name, v in values.items() if name.startswith("timing/")}
         return values | times
-
-
-def _example(rollout: Rollout, file: Path | None) -> str:
-    """Return a sentence that shows one sample, and where the others are."""
-    response, label = (
-        textwrap.shorten(text, MAX_SHOWN, placeholder=" ...")
-        for text in (rollout.response_text, str(rollout.label))
-    )
-    others = "" if file is None else f" All are in {file}."
-    return f' One of them: "{response}", label "{label}", reward {rollout.reward:g}.{others}'
-
-
-def _row(rollout: Rollout) -> dict[str, object]:
-    return rollout.extra_columns | {
-        "sample_id": rollout.sample_id,
-        "row_id": rollout.row_id,
-        "prompt": rollout.prompt_text,
-        "response": rollout.response_text,
-        "label": rollout.label,
-        "reward": rollout.reward,
-        "score": rollout.score,
-        "finish_reason": rollout.finish_reason,
-        "num_actions": rollout.num_actions,
-        "weight_version": int(rollout.weight_versions[-1]),
-    }

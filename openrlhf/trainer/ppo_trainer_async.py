@@ -8,6 +8,7 @@ from openrlhf.rollout.async_controller import AsyncLimits
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_setup import RunInputs
 from openrlhf.trainer.ppo_trainer import PPOTrainer
+from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
@@ -57,11 +58,17 @@ class PPOTrainerAsync(PPOTrainer):
         with self.queue.syncing():
             super().broadcast_to_vllm()
 
-    def report(self, global_step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
+    def report(
+        self,
+        global_step: int,
+        metrics: Metrics,
+        rollouts: Sequence[Rollout],
+        experience: Experience,
+    ) -> None:
         """Report a step with what generation and the queue noted meanwhile."""
         metrics.merge(self.queue.take_metrics())
         metrics.add("num_generated_tokens", 0, reduction="sum")  # a step may generate none
-        super().report(global_step, metrics, rollouts)
+        super().report(global_step, metrics, rollouts, experience)
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], weight_version: int) -> Metrics:

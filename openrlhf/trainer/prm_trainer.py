@@ -62,7 +62,7 @@ def judge_markers(
 ) -> tuple[Tensor, ...]:
     """Return losses, (M,) fp32, and whether the likeliest token is the labelled one, (M,) bool."""
     if reward_tokens_R is None:
-        (logprobs_M,) = token_stats(head, hidden_MH, labels_M, 1.0, False)  # noqa: FBT003
+        logprobs_M, _ = token_stats(head, hidden_MH, labels_M, 1.0, False)  # noqa: FBT003
         return -logprobs_M, _likeliest(head, hidden_MH) == labels_M
     bias_R = None if head.bias is None else head.bias[reward_tokens_R]
     raw_MR = F.linear(hidden_MH, head.weight[reward_tokens_R], bias_R)
@@ -98,6 +98,7 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
     """
 
     name = "prm"
+    judged_by = "acc"
 
     def __init__(self, config: PRMConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         super().__init__(config, inputs, strategy)

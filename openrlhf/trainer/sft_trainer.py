@@ -16,6 +16,7 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
     """The language-model loss on the tokens a row marks."""
 
     name = "sft"
+    judged_by = "gpt_loss"
 
     def counts(self, batch: PackedBatch) -> dict[str, float]:
         """Return the number of tokens that are learned."""
@@ -36,6 +37,7 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
         num_tokens, metrics = len(stats.logprobs), Metrics()
         loss_sum = sft_loss(stats.logprobs, num_tokens_global=1)
         metrics.add("gpt_loss", loss_sum.item() / num_tokens, weight=num_tokens)
+        metrics.add("acc", stats.is_top.float().mean().item(), weight=num_tokens)
         loss_sum = self.add_router_loss(loss_sum, stats.aux_loss, batch.num_targets, metrics)
         return loss_sum / denominators["num_tokens"], metrics
 

@@ -51,6 +51,7 @@ from openrlhf.utils.logging import (
     warn,
 )
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.outcome import say_outcome, say_saved
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.tokenizer import tokenizer_of
 from openrlhf.utils.tracking import make_tracker
@@ -107,7 +108,8 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
     export_final(trainer.export, run_dir)
     if strategy.is_main:
         opened.note_finished(run_dir, trainer.global_step)
-        notice(f"model saved to {run_dir}")
+        say_saved(run_dir)
+        checkpointer.say_outcome()
     shut_down()
 
 
@@ -231,6 +233,18 @@ class Checkpointer:
             outcome = opened.save_last(lambda: is_saved or self.save())
             self.trainer.tracker.close()
             raise stopping.Interrupted(f"step {self.trainer.global_step} is done, {outcome}")
+
+    def say_outcome(self) -> None:
+        """Say which evaluation was best, and where its model is."""
+        trainer, unkept = self.trainer, "not kept, --save_steps keeps the last ones"
+
+        def where(step: int) -> object:
+            if step == trainer.global_step:
+                return trainer.config.ckpt.output_dir
+            return self.checkpoints.store.find(step) or unkept
+
+        records = trainer.tracker.records()
+        say_outcome(f"eval/{trainer.judged_by}", records, records, where=where)
 
     def save(self) -> bool:
         """Save now; all ranks call, and all return whether it was saved.

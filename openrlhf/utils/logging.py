@@ -64,6 +64,11 @@ def is_terminal() -> bool:
 def notice(message: str) -> None:
     """Say one line on the console and in the role's log file."""
     make_console().print(message)
+    log(message)
+
+
+def log(message: str) -> None:
+    """Write to the role's log file alone."""
     _LOGGER.info(message)
 
 
@@ -119,12 +124,12 @@ def print_banner(sections: Mapping[str, Mapping[str, object]]) -> None:
     notice("\n".join(lines))
 
 
-_LOSSES = ("policy_loss", "loss", "gpt_loss", "kto_loss", "prm_loss", "distil_loss")
+LOSSES = ("policy_loss", "loss", "gpt_loss", "kto_loss", "prm_loss", "distil_loss")
 # Label on the step line, metrics of which the first one that was logged is shown, form of a number.
 STEP_FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("reward",), "{:.3f}"),
     ("score", ("score",), "{:.3f}"),
-    ("loss", _LOSSES, "{:.4f}"),
+    ("loss", LOSSES, "{:.4f}"),
     ("acc", ("acc",), "{:.3f}"),
     ("len", ("response_length",), "{:.1f}"),
     ("kl", ("kl",), "{:.2g}"),

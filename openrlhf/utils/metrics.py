@@ -4,11 +4,14 @@ ranks is exact.
 `timed` is the one clock of the package; names follow the logged names of the documentation.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from openrlhf.utils.logging import STDERR
 
 Reduction = Literal["mean", "sum", "max", "min"]
 COMBINE: dict[Reduction, Callable[[list[float]], float]] = {
@@ -66,6 +69,28 @@ class Metrics:
             weight += weight_before
             total = COMBINE[reduction]([before, total])
         self.cells[name] = [total, weight, reduction]
+
+
+def merged(parts: Iterable[Metrics]) -> Metrics:
+    """Return the metrics of all parts together."""
+    whole = Metrics()
+    for part in parts:
+        whole.merge(part)
+    return whole
+
+
+def standard_errors(parts: Sequence[Metrics]) -> dict[str, float]:
+    """Return the standard error of every mean that several parts know, such as micro-batches: that
+    of a ratio of sums over parts drawn at random (Cochran, Sampling Techniques, section 6.4).
+    """
+    errors = {}
+    for name, (total, weight, reduction) in merged(parts).cells.items():
+        cells = [part.cells[name] for part in parts if name in part.cells]
+        if reduction != "mean" or len(cells) < 2 or not weight:
+            continue
+        squares = sum((own - total / weight * size) ** 2 for own, size, _ in cells)
+        errors[name + STDERR] = math.sqrt(squares * len(cells) / (len(cells) - 1)) / weight
+    return errors
 
 
 @contextmanager

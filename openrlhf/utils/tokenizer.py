@@ -111,6 +111,25 @@ def encode_text(
     )["input_ids"]
 
 
+class TokenTexts:
+    """The text of single tokens, as they stand within a text; each is looked up once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Behind other text, so that no tokenizer drops the space that a token begins with.
+        self._anchor = encode_text(tokenizer, _ANCHOR)
+        self._start = len(self._decode(self._anchor))
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token_ids: Sequence[int]) -> list[str]:
+        for token_id in set(token_ids) - self._known.keys():
+            self._known[token_id] = self._decode([*self._anchor, token_id])[self._start :]
+        return [self._known[token_id] for token_id in token_ids]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+
 def leading_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that a tokenizer puts before any text (BOS for most); () if none."""
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from openrlhf.config.common import LoggerConfig, WandbConfig
 from openrlhf.errors import first_line
 from openrlhf.utils.logging import warn, warn_once
+from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.threads import start_thread
 
 Record: TypeAlias = tuple[int, dict[str, float]]  # step, metrics
@@ -57,7 +58,7 @@ class Tracker:
         self.sinks = sinks
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None and self.path.exists():
-            kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
+            kept = [record for record in self.records() if record["step"] <= resume_step]
             unfinished = self.path.with_suffix(".partial")
             unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept))
             unfinished.replace(self.path)
@@ -74,6 +75,10 @@ class Tracker:
                 file.write(line + "\n")
         except OSError as error:
             warn_once(f"metrics cannot be written to {self.path} ({error}); training goes on.")
+
+    def records(self) -> list[dict[str, float]]:
+        """Return everything that was logged of the run."""
+        return read_metrics(self.path) if self.path.exists() else []
 
     def close(self) -> None:
         """Let the sinks write out what is pending; no further call follows."""
@@ -175,12 +180,48 @@ def make_tracker(
     return Tracker(run_dir, resume_step=resume_step, sinks=sinks)
 
 
+def rollout_row(
+    rollout: Rollout, token_texts: Callable[[Sequence[int]], Sequence[str]]
+) -> dict[str, object]:
+    """Return a sample as a row of a file of rollouts; lists have a value for each token of the
+    whole sequence, or for each sampled one. `token_texts` returns the text of each token.
+    """
+    versions = rollout.weight_versions
+    return rollout.extra_columns | {
+        "sample_id": rollout.sample_id,
+        "row_id": rollout.row_id,
+        "group_id": rollout.group_id,
+        "episode_id": rollout.episode_id,
+        "datasource": rollout.datasource,
+        "prompt": rollout.prompt_text,
+        "response": rollout.response_text,
+        "label": rollout.label,
+        "reward": rollout.reward,
+        "reward_parts": rollout.reward_parts,
+        "score": rollout.score,
+        "finish_reason": rollout.finish_reason,
+        "num_actions": rollout.num_actions,
+        "weight_version": int(versions[-1]),
+        "token_ids": rollout.token_ids.numpy(),
+        "token_texts": token_texts(rollout.token_ids.tolist()),
+        "action_mask": rollout.action_mask.numpy(),
+        "logprobs": rollout.logprobs.numpy(),
+        "weight_versions": versions.numpy(),
+    }
+
+
 def write_rollouts(
-    run_dir: Path | str, step: int, rows: Sequence[Mapping[str, object]], *, num_kept: int
+    run_dir: Path | str,
+    step: int,
+    rows: Sequence[Mapping[str, object]],
+    *,
+    num_kept: int,
+    kind: Literal["step", "eval_step"] = "step",
 ) -> Path | None:
     """Write one step's samples as parquet, one row a sample, over an earlier attempt's:
-    `rollouts/step_000001.parquet`. Return the file, or None where a full disk lost it, which is
-    said once. The files of the last `num_kept` steps stay.
+    `rollouts/step_000001.parquet`, those of an evaluation `rollouts/eval_step_000001.parquet`.
+    Return the file, or None where a full disk lost it, which is said once. The last `num_kept`
+    files of each kind stay.
 
     Rows may differ in their columns; a missing one is null. Values parquet has no common type for
     are written as JSON text.
@@ -188,17 +229,26 @@ def write_rollouts(
     import pyarrow.parquet  # noqa: PLC0415 - heavy
 
     folder = Path(run_dir) / "rollouts"
-    path, oldest = (folder / f"step_{number:06d}.parquet" for number in (step, step - num_kept))
+    path = folder / f"{kind}_{step:06d}.parquet"
     unfinished = path.with_suffix(".partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(_as_table(rows), unfinished)
         unfinished.replace(path)
-        oldest.unlink(missing_ok=True)
+        earlier = [other for other in folder.glob(f"{kind}_*.parquet") if other <= path]
+        for other in sorted(earlier)[:-num_kept]:
+            other.unlink()
     except OSError as error:
         warn_once(f"rollouts cannot be written to {folder} ({error}); training goes on.")
         return None
     return path
+
+
+def write_columns(path: Path, columns: Mapping[str, object]) -> None:
+    """Write columns of equal length as parquet."""
+    import pyarrow.parquet  # noqa: PLC0415 - heavy
+
+    pyarrow.parquet.write_table(pyarrow.table(dict(columns)), path)
 
 
 def _as_table(rows: Sequence[Mapping[str, object]]) -> object:
@@ -219,6 +269,8 @@ def _as_table(rows: Sequence[Mapping[str, object]]) -> object:
 
 def _plain(value: object) -> object:
     """Return tensors as lists, and an empty mapping as None: parquet has no empty struct."""
+    if hasattr(value, "__array_interface__") and getattr(value, "ndim", 0) == 1:
+        return value  # of numpy, which pyarrow reads faster than a list
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

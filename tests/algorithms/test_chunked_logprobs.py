@@ -35,17 +35,20 @@ OPTIONS = [{}, {"temperature": 0.6, "softcap": 1.5, "logit_scale": 1.3}]
 
 def test_log_prob_and_entropy_by_hand():
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [3.0]]).log1p()
-    logprobs, entropy = chunked_logprobs(hidden, weight, torch.tensor([1]), with_entropy=True)
+    logprobs, entropy, is_top = chunked_logprobs(
+        hidden, weight, torch.tensor([1]), with_entropy=True
+    )
     # logits 0 and log 4: probabilities 1/5 and 4/5
     assert logprobs.item() == pytest.approx(-0.2231435513)
     assert entropy.item() == pytest.approx(0.5004024235)
+    assert is_top.item()
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, None])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_values_equal_the_dense_ones(options, chunk_tokens):
     hidden, weight, bias, targets = make_inputs()
-    logprobs, entropy = chunked_logprobs(
+    logprobs, entropy, is_top = chunked_logprobs(
         hidden,
         weight,
         targets,
@@ -56,6 +59,7 @@ def test_values_equal_the_dense_ones(options, chunk_tokens):
     )
     expected = dense(hidden, weight, targets, bias=bias, **options)
     torch.testing.assert_close((logprobs, entropy), expected, rtol=1e-12, atol=1e-12)
+    assert is_top.tolist() == ((hidden @ weight.t() + bias).argmax(-1) == targets).tolist()
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -73,14 +77,14 @@ def test_gradients_pass_gradcheck(options, with_entropy):
             chunk_tokens=4,
             **options,
         )
-        return found if with_entropy else found[:1]
+        return found[: 1 + with_entropy]
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
 
 
 def test_no_tokens_give_no_log_probs_and_zero_gradients():
     hidden, weight, bias, targets = make_inputs(torch.float32, num_tokens=0)
-    logprobs, entropy = chunked_logprobs(hidden, weight, targets, bias_V=bias, with_entropy=True)
+    logprobs, entropy, _ = chunked_logprobs(hidden, weight, targets, bias_V=bias, with_entropy=True)
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     assert not weight.grad.any() and not bias.grad.any() and hidden.grad.shape == (0, HIDDEN)
@@ -89,7 +93,7 @@ def test_no_tokens_give_no_log_probs_and_zero_gradients():
 def test_huge_logits_neither_overflow_nor_lose_their_gradient():
     hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]])
-    logprobs, entropy = chunked_logprobs(hidden, weight, torch.tensor([0, 0]), with_entropy=True)
+    logprobs, entropy, _ = chunked_logprobs(hidden, weight, torch.tensor([0, 0]), with_entropy=True)
     assert logprobs.tolist() == [0.0, -2e4] and entropy.tolist() == [0.0, 0.0]
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad.tolist() == [[0.0], [2.0]]

@@ -3,6 +3,7 @@ micro-batches, ranks, ZeRO stages, ranks without a sample, rows that two of four
 """
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers
 from torch import Tensor
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
 from openrlhf.trainer.ray.model_actor import ModelWorker
@@ -224,7 +226,21 @@ def run_stage(folder: Path, zero_stage: int, world_size: int) -> dict[tuple, Ten
                 steps = own_steps(worker, CUTS[cut][0])
                 gradient = captured(worker, lambda w=worker, s=steps: w.fit(s))
                 gradients[zero_stage, variant, cut] = gradient
+        gradients[zero_stage, worker_class, "spoiled"] = spoiled(worker)
     return gradients
+
+
+def spoiled(worker: ModelWorker) -> str:
+    """How an update fails whose loss is not finite on the last rank alone."""
+    [step] = own_steps(worker, 64)
+    if worker.strategy.topology.dp_rank == worker.strategy.topology.dp_size - 1:
+        experience = step.experience
+        huge = torch.full_like(experience.rollout_logprobs, torch.inf)
+        step = replace(step, experience=replace(experience, advantages=huge, returns=huge))
+    with pytest.raises(NumericsError) as caught:
+        worker.fit([step])
+    assert worker.updates_done() == 0
+    return str(caught.value)
 
 
 def run_all_stages(folder: Path) -> dict[tuple, Tensor]:
@@ -252,6 +268,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def results(request: pytest.FixtureRequest, folder: Path) -> list[dict[tuple, Tensor]]:
     return run_ranks(run_all_stages, request.param, folder)
+
+
+def test_all_ranks_refuse_an_update_whose_loss_is_not_finite_on_one(
+    results: list[dict[tuple, Tensor]],
+) -> None:
+    for zero_stage in STAGES[len(results)]:
+        for kind in (PolicyModelActor, CriticModelActor):
+            [problem] = {own[zero_stage, kind, "spoiled"] for own in results}
+            assert re.match(r"the loss is (inf|-inf|nan) for samples of groups", problem)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

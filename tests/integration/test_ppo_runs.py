@@ -5,12 +5,14 @@ policy that got worse, memory that does not grow.
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from openrlhf.algorithms.kl import adaptive_kl_coef
-from openrlhf.cli import train_ppo
+from openrlhf.cli import replay, train_ppo
 from openrlhf.distributed.collectives import shut_down
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardModel
@@ -32,7 +34,7 @@ def ppo(root: Path) -> Path:
     flags = (
         f"{PPO} --init_kl_coef 0.05 --kl_target 0.01 --kl_horizon 50 --max_epochs 2 "
         "--freezing_actor_steps 1 --save_value_network --critic_pretrain {root}/reward_model "
-        "--lr_scheduler constant --reward_clip_range -10 10 "
+        "--lr_scheduler constant --reward_clip_range -10 10 --dump 3 "
         "--overlong_buffer_len 4 --overlong_penalty_factor 3"
     )
     assert start(root, root / "ppo", flags) == 0
@@ -49,6 +51,85 @@ def test_the_first_steps_train_the_critic_alone(ppo: Path) -> None:
     ]
     # The second step still samples from the policy as it was at the start.
     assert [list(found) for found in versions] == [[0], [0], [1]]
+
+
+def test_a_row_of_rollouts_holds_what_was_computed_for_its_tokens(ppo: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ppo)
+    for step in (1, 3):
+        rows = pandas.read_parquet(ppo / "rollouts" / f"step_{step:06d}.parquet")
+        assert list(rows.group_id) == sorted([*range(len(rows) // 2)] * 2)
+        for row in rows.to_dict("records"):
+            assert list(row["token_texts"]) == list(map(tokenizer.decode, row["token_ids"]))
+            assert len(row["action_mask"]) == len(row["token_ids"])
+            assert row["action_mask"].sum() == row["num_actions"]
+            names = ("logprobs", "old_logprobs", "advantages", "weight_versions")
+            assert {len(row[name]) for name in names} == {row["num_actions"]}
+            assert row["advantage"] == pytest.approx(row["advantages"].mean(), rel=1e-5)
+            assert np.allclose(row["old_logprobs"], row["logprobs"], atol=1e-4)
+            if step == 1:  # the critic alone is trained
+                assert row["new_logprobs"] is None
+            else:  # in the first epoch the policy is still the old one
+                assert np.allclose(row["new_logprobs"], row["old_logprobs"], atol=1e-5)
+
+
+def test_a_replay_of_a_kept_step_has_the_numbers_of_the_run(
+    ppo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replayed(str(ppo), "--step", "3") == 0
+    said = capsys.readouterr().out
+    run = steps_of(ppo)[2]
+    for name in ("policy_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm"):
+        assert f"  {name:<20} {run[name]:.17g}\n" in said
+    assert "numbers are those of the run to the last bit" in said
+    tokens = pandas.read_parquet(ppo / "dumps" / "step_000003" / "tokens.parquet")
+    rows = pandas.read_parquet(ppo / "rollouts" / "step_000003.parquet")
+    for name in ("new_logprobs", "advantages"):
+        assert np.array_equal(tokens[name], np.concatenate(rows[name]))
+    assert np.allclose(tokens.log_ratio, tokens.new_logprobs - tokens.old_logprobs, atol=1e-6)
+    assert np.allclose(tokens.loss, -tokens.advantages * np.exp(tokens.log_ratio), atol=1e-6)
+    assert {"kl", "is_clipped", "value_loss", "returns"} < set(tokens.columns)
+
+
+def test_a_replay_of_a_step_that_was_not_kept_names_those_that_were(
+    ppo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replayed(str(ppo), "--step", "2") == 2
+    assert capsys.readouterr().err == (
+        f"error: step 2 of {ppo} was not kept: kept are 3. Type --step with one of those, or train "
+        "with --dump 2.\n"
+    )
+    (tmp_path / "config.yaml").write_text("train:\n  seed: 1\n")
+    assert replayed(str(tmp_path)) == 2
+    assert "is no run of train_ppo or train_ppo_ray" in capsys.readouterr().err
+
+
+def test_a_step_whose_gradient_is_not_finite_is_kept_and_fails_again(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "huge.py").write_text(HUGE)
+    flags = f"{GRPO} --init_kl_coef 0 --advantage_estimator rloo --reward_clip_range -3e38 3e38"
+    assert start(root, tmp_path / "run", flags, "--remote_rm_url", f"{tmp_path}/huge.py") == 3
+    said = capsys.readouterr()
+    [kept] = (tmp_path / "run" / "dumps").iterdir()
+    step = int(kept.name[-6:])
+    assert f"step {step} was kept: openrlhf replay {tmp_path}/run --step {step}\n" in said.out
+    problem = said.err.splitlines()[-1].removeprefix("error: ")
+    assert problem.startswith("The gradient norm is nan: the update was skipped")
+    assert replayed(str(tmp_path / "run"), "--step", str(step)) == 0
+    said = capsys.readouterr().out
+    assert f"the run failed: {problem}\nthe replay: {problem}\n" in said
+    assert "3e+38" in said
+
+
+def replayed(*argv: str) -> int:
+    """The exit code of `openrlhf replay`."""
+    try:
+        replay.main(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        shut_down()
+    return 0
 
 
 def test_the_kl_coefficient_follows_the_measured_kl(ppo: Path) -> None:
@@ -108,6 +189,10 @@ def reward_func(queries, prompts, labels):
     TRAINED.touch()
     return [len(query) % 3 for query in queries]
 """
+HUGE = """
+def reward_func(queries, prompts, labels):
+    return [3e38 if label == "10" and k % 4 == 1 else 0.0 for k, label in enumerate(labels)]
+"""
 EQUAL = """
 def reward_func(queries, prompts, labels):
     return [0.25] * len(queries)
@@ -130,11 +215,12 @@ def test_a_policy_that_got_worse_is_the_last_line_with_where_the_best_is(
     assert [v["eval/eval_default_pass1"] for v in values] == [1, 0, 0]
     best = f"{tmp_path}/run/ckpt/best_global_step0_hf"
     assert (
-        f"model saved to {tmp_path}/run\ndefault_pass1: first 1.000 ±0.000 (step 0), best 1.000 "
+        f"model saved to {tmp_path}/run, beside metrics.jsonl, rollouts, logs\n"
+        "default_pass1: first 1.000 ±0.000 (step 0), best 1.000 "
         f"±0.000 (step 0, {best}), last 0.000 ±0.000 (step 4)\n"
     ) in said.out
     assert said.err.splitlines()[-1] == (
-        "warning: the policy got worse: default_pass1 fell from 1.000 ±0.000 at step 0 to 0.000 "
+        "warning: the model got worse: default_pass1 fell from 1.000 ±0.000 at step 0 to 0.000 "
         f"±0.000 at step 4, by more than two standard errors. The model of step 0: {best}."
     )
     assert Path(best, "config.json").is_file()

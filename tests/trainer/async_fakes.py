@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.trainer.ppo_checkpoints import RunState
 from openrlhf.trainer.ppo_setup import planned_updates
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult
 from openrlhf.trainer.ray.cluster import DevicePhases
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
@@ -119,7 +121,7 @@ class FakeActor:
         if self.world.train_error_at == self.world.policy_version:
             raise TrainerBroke
         self.world.policy_version += 1
-        return lambda: [Metrics() for _ in shares]
+        return lambda: [UpdateResult(Metrics()) for _ in shares]
 
     def call(self, method, *args, **options):
         assert method.__name__ == PolicyModelActor.broadcast_to_vllm.__name__
@@ -172,7 +174,8 @@ def make_trainer(
         config,
         SimpleNamespace(  # type: ignore[arg-type]
             folder=folder,  # goes with the trainer
-            run_dir=folder.name,
+            run_dir=Path(folder.name),
+            token_texts=lambda token_ids: [str(token_id) for token_id in token_ids],
             prompts=prompts,
             eval_prompts=prompts[:1],
             texts=None,

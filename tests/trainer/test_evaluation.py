@@ -1,8 +1,13 @@
 """Pass rates by hand, which evaluations are compared, and when a policy got worse."""
 
+import math
+
 import pytest
 
-from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics, has_fallen, noteworthy
+from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
+from openrlhf.utils.logging import STDERR
+from openrlhf.utils.metrics import Metrics, standard_errors
+from openrlhf.utils.outcome import has_fallen, noteworthy, say_outcome
 from tests.trainer.test_experience import rollout
 
 
@@ -41,3 +46,41 @@ def test_a_fall_is_more_than_two_standard_errors(
     value: float, stderr: float | None, expected: bool
 ) -> None:
     assert has_fallen(*evaluations(0.5, value, stderr=stderr), "p") == expected
+
+
+def test_the_end_of_a_run_says_which_loss_was_the_lowest_and_that_it_rose(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "eval/gpt_loss"
+    records = [
+        {"step": step, name: loss, name + STDERR: 0.1, "loss": 7.0}
+        for step, loss in ((2, 2.0), (4, 1.0), (6, 1.5))
+    ]
+    say_outcome(name, records, records, where=lambda step: f"ckpt/global_step{step}")
+    said = capsys.readouterr()
+    assert said.out == (
+        "gpt_loss: first 2.000 ±0.100 (step 2), best 1.000 ±0.100 (step 4, ckpt/global_step4), "
+        "last 1.500 ±0.100 (step 6)\n"
+    )
+    assert said.err == (
+        "warning: the model got worse: gpt_loss rose from 1.000 ±0.100 at step 4 to 1.500 ±0.100 "
+        "at step 6, by more than two standard errors. The model of step 4: ckpt/global_step4.\n"
+    )
+
+
+def test_without_evaluations_the_best_step_of_training_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    records = [{"step": 1, "reward": 0.5, "loss": 1.0}, {"step": 2, "reward": 0.25, "loss": 0.5}]
+    say_outcome(None, [], records, where=str)
+    assert capsys.readouterr().out == "reward of a step: best 0.5 (step 1), last 0.25 (step 2)\n"
+
+
+def test_the_standard_error_of_equal_parts_is_that_of_their_mean() -> None:
+    parts = [Metrics() for _ in range(3)]
+    for part, value in zip(parts, (1.0, 2.0, 6.0), strict=True):
+        part.add("loss", value, weight=5)
+        part.add("num_rows", 5, reduction="sum")
+    # deviations -2, -1 and 3 of the mean: variance 7, divided by 3 parts
+    assert standard_errors(parts) == {"loss" + STDERR: pytest.approx(math.sqrt(7 / 3))}
+    assert standard_errors(parts[:1]) == {}

@@ -231,7 +231,7 @@ def test_importance_ratios_are_told_apart_by_staleness(
     off[:first] -= math.log(4)  # the trainer finds them four times as likely
     experience = replace(experience, rollout_logprobs=off, weight_versions=versions)
     [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
-    metrics = actor.fit(steps).values()
+    metrics = actor.fit(steps).metrics.values()
     for age, expected in ((2, (4, 1, math.log(4))), (0, (1, 0, 0))):
         names = ("is_ratio", "is_cut_ratio", "logprobs_diff")
         found = tuple(metrics[f"{name}/stale_{age}"] for name in names)
@@ -289,7 +289,7 @@ def test_an_update_on_policy_has_ratio_one_and_counts_its_micro_batches(
     actor.compute_logprobs(experience)
     assert actor.health()[1:3] == (8, 8)
     [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
-    metrics = actor.fit(steps).values()
+    metrics = actor.fit(steps).metrics.values()
     assert actor.health()[1:3] == (8, 8)
     for text in ("log-probs of the policy", "updating the policy", "8/8"):
         assert text in terminal.getvalue()

@@ -5,30 +5,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from openrlhf.utils.logging import STDERR, Values
+from openrlhf.utils.logging import STDERR
 from openrlhf.utils.rollout import Rollout
-
-MAX_FALL = 2.0  # standard errors of a difference that may be chance
-
-
-def noteworthy(evaluations: Sequence[Values], name: str) -> list[Values]:
-    """Return the first, the best and the last of the evaluations by a pass rate, in that order."""
-    found = [values for values in evaluations if name in values]
-    # Of two that are equal the earlier one is the best: its model is the one that is kept.
-    best = max(found, key=lambda values: (values[name], -values["step"]))
-    return [found[0], best, found[-1]]
-
-
-def has_fallen(best: Values, last: Values, name: str) -> bool:
-    """Return True if the last value is below the best by more than chance explains."""
-    errors = [values[name + STDERR] for values in (best, last) if name + STDERR in values]
-    return len(errors) == 2 and best[name] - last[name] > MAX_FALL * math.hypot(*errors)
-
-
-def with_error(values: Values, name: str) -> str:
-    """Return a pass rate and its standard error, which that of a single prompt lacks."""
-    error = f" ±{values[name + STDERR]:.3f}" if name + STDERR in values else ""
-    return f"{values[name]:.3f}{error}"
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], num_samples: int) -> dict[str, float]:

@@ -27,6 +27,7 @@ class Experience(Batch):
     episode_ids: Tensor = field(metadata=SAMPLE)
     rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
     is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
+    places: Tensor = field(metadata=SAMPLE)  # (B,) int64: number of the sample in its step
     token_ids: Tensor = field(metadata=TOKEN)  # (T,) int64
     action_mask: Tensor = field(metadata=TOKEN)  # (T,) bool
     rollout_logprobs: Tensor = field(metadata=ACTION)  # (N,) float32, from the engine
@@ -36,6 +37,8 @@ class Experience(Batch):
     values: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
     advantages: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
     returns: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
+    # (N,) in the policy's loss, when it first saw a sample; NaN: it did not need to
+    new_logprobs: Tensor | None = field(default=None, metadata=ACTION)
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "Experience":
@@ -51,6 +54,7 @@ class Experience(Batch):
             episode_ids=torch.tensor([numbers[name] for name in names]),
             rewards=rewards,
             is_truncated=torch.tensor([r.is_truncated for r in rollouts]),
+            places=torch.arange(len(rollouts)),
             token_ids=torch.cat([r.token_ids for r in rollouts]),
             action_mask=torch.cat([r.action_mask for r in rollouts]),
             rollout_logprobs=torch.cat([r.logprobs for r in rollouts]),
@@ -94,6 +98,22 @@ class Experience(Batch):
         for members in self.episodes:
             lengths_B[members] = self.num_actions[members].sum()
         return lengths_B
+
+    def learned_columns(self) -> list[dict[str, object]]:
+        """Return for each sample what the files of rollouts say of its training: the mean of its
+        advantages, and (A,) arrays, None where nothing was computed.
+        """
+        sizes = self.num_actions.tolist()
+        rows: list[dict[str, object]] = [{} for _ in sizes]
+        for name in ("old_logprobs", "new_logprobs", "advantages"):
+            column = getattr(self, name)
+            parts = [None] * len(sizes) if column is None else column.split(sizes)
+            for row, part in zip(rows, parts, strict=True):
+                is_known = part is not None and not part.isnan().any()
+                row[name] = part.numpy() if is_known else None
+        for row, part in zip(rows, self.advantages.split(sizes), strict=True):
+            row["advantage"] = part.mean().item()
+        return rows
 
     def stand_in(self) -> "Experience":
         """Return a sample of two tokens with the same columns, where a rank has nothing to do."""

@@ -8,8 +8,9 @@ Pre-training text may stand beside the samples, so that the policy does not forg
 PPO-ptx of InstructGPT (arXiv 2203.02155, section 3.5).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches
 from openrlhf.datasets.sampler import epoch_order
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.utils.metrics import Metrics
 
 if TYPE_CHECKING:  # it imports datasets and pandas, which workers do not need
     from openrlhf.datasets.sft_dataset import SFTDataset
@@ -34,6 +36,26 @@ class UpdateStep:
     kl_coef: float = 0.0  # of the KL in the policy's loss
     texts: tuple[Tensor, ...] = ()  # (T_i,) int64 each: pre-training text beside the samples
     num_text_tokens: int = 0  # targets of the text of the whole optimizer step, all ranks
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What became of the optimizer steps of one rank."""
+
+    metrics: Metrics
+    places: Sequence[int] = ()  # samples of the rollout batch, in the order of the columns
+    # By name: numbers (N,) of their sampled tokens, when the loss first saw them.
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def seen_column(results: Sequence[UpdateResult], name: str, num_actions: Tensor) -> Tensor:
+    """Return a column of all ranks in sample order, (N,); NaN for samples that no loss saw."""
+    sizes, parts = num_actions.tolist(), {}
+    for result in results:
+        if result.places:
+            own = result.columns[name].split([sizes[place] for place in result.places])
+            parts |= zip(result.places, own, strict=True)
+    return torch.cat([parts.get(k, torch.full((n,), math.nan)) for k, n in enumerate(sizes)])
 
 
 def plan_updates(

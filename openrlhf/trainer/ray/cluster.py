@@ -206,8 +206,10 @@ class DevicePhases:
         """Hold the group's training states on the device inside."""
         if self.training_sleeps:
             group.call(TrainedWorker.reload_states)
-        yield
-        self.put_away(group)
+        try:
+            yield
+        finally:
+            self.put_away(group)
 
     @contextmanager
     def sync(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, UpdateStep
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray.launcher import Health, node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
@@ -155,6 +155,7 @@ class TrainedWorker(ModelWorker):
     title: str  # of the model on a bar
     prefix: str  # of the metrics "lr" and "grad_norm"
     weight_version = 0  # of the policy; counts its updates
+    notes: "Notes"  # of the last `fit`
 
     def prepare(
         self, model: Actor | CriticModel, section: ActorConfig | CriticConfig, num_updates: int
@@ -175,11 +176,12 @@ class TrainedWorker(ModelWorker):
         """Bring training states back."""
         self.engine.reload_states()
 
-    def fit(self, steps: Sequence[UpdateStep]) -> Metrics:
+    def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] = ()) -> UpdateResult:
         """Make all optimizer steps of one rollout batch on this rank's shares; return this rank's
-        metrics.
+        metrics, and those columns of the loss that are asked for.
         """
-        metrics = Metrics()
+        self.notes = notes = Notes(columns)
+        metrics = notes.metrics
         self.engine.module.train()  # gradient checkpointing works in training mode only
         num_done = 0
         with self.working(f"updating the {self.title}") as advance:
@@ -188,14 +190,34 @@ class TrainedWorker(ModelWorker):
                 advance(0, num_done + (len(steps) - place) * len(parts))
                 num_done += len(parts)
                 for index, (loss_of, indices) in enumerate(parts):
-                    loss = loss_of(step, indices, metrics)
+                    loss = loss_of(step, indices, notes)
                     self.engine.backward(loss, is_last_micro_batch=index == len(parts) - 1)
                     advance()
-                metrics.add(f"{self.prefix}_grad_norm", self.engine.step())
+                metrics.add(f"{self.prefix}_grad_norm", self._step(notes))
+                notes.num_updates += 1
                 self.after_step()
                 metrics.add(f"{self.prefix}_lr", self.engine.lr, reduction="max")
         self.engine.module.eval()
-        return metrics
+        return notes.result()
+
+    def updates_done(self) -> int:
+        """Return the optimizer steps that the last `fit` has made."""
+        return self.notes.num_updates
+
+    def _step(self, notes: "Notes") -> float:
+        """Make an optimizer step; return the gradient norm. Where it is not finite, raise what any
+        rank found wrong with its loss, on all ranks.
+        """
+        failure = None
+        try:
+            grad_norm = self.engine.step()
+        except NumericsError as error:
+            grad_norm, failure = math.nan, str(error)
+        if not math.isfinite(grad_norm):
+            problems = [problem for problem in all_gather_object(notes.problem) if problem]
+            if problems or failure:
+                raise NumericsError([*problems, failure][0])
+        return grad_norm
 
     def _cut(self, step: UpdateStep) -> list[tuple[Callable[..., Tensor], list[int]]]:
         """Return the loss of each micro-batch and the indices of its samples or texts: as many on
@@ -209,26 +231,30 @@ class TrainedWorker(ModelWorker):
         texts += [[]] * (max(all_gather_object(len(texts))) - len(texts))
         return [(self._sample_loss, s) for s in samples] + [(self._text_loss, t) for t in texts]
 
-    def _sample_loss(self, step: UpdateStep, indices: list[int], metrics: Metrics) -> Tensor:
+    def _sample_loss(self, step: UpdateStep, indices: list[int], notes: "Notes") -> Tensor:
         experience = step.experience.select(indices) if indices else step.experience.stand_in()
         experience = experience.to(self.engine.device)
-        noted = metrics if indices else Metrics()
-        loss = self.compute_loss(experience.packed(), experience, step, noted)
+        noted = notes.metrics if indices else Metrics()
+        loss, columns = self.compute_loss(experience.packed(), experience, step, noted)
+        if indices:
+            notes.add(experience.places.tolist(), columns)
         what = f"samples of groups {experience.group_ids.tolist()[:8]}"
-        return _checked(loss, what) if indices else loss * 0.0
+        return notes.checked(loss, what) if indices else loss * 0.0
 
-    def _text_loss(self, step: UpdateStep, indices: list[int], metrics: Metrics) -> Tensor:
+    def _text_loss(self, step: UpdateStep, indices: list[int], notes: "Notes") -> Tensor:
         texts = [step.texts[index] for index in indices] or [torch.zeros(2, dtype=torch.int64)]
         is_target = [torch.arange(len(token_ids)) > 0 for token_ids in texts]
         batch = PackedBatch.from_sequences(texts, is_target).to(self.engine.device)
-        noted = metrics if indices else Metrics()
+        noted = notes.metrics if indices else Metrics()
         loss = self.compute_text_loss(batch, step.num_text_tokens, noted)
-        return _checked(loss, "pre-training text") if indices else loss * 0.0
+        return notes.checked(loss, "pre-training text") if indices else loss * 0.0
 
     def compute_loss(
         self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
-    ) -> Tensor:
-        """Return the loss () of a packed row, with the denominators of the step."""
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss () of a packed row, with the denominators of the step, and what it was
+        made of, (N,), by name.
+        """
         raise NotImplementedError
 
     def compute_text_loss(self, batch: PackedBatch, num_tokens: int, metrics: Metrics) -> Tensor:
@@ -259,13 +285,13 @@ class TrainedWorker(ModelWorker):
                 f"{node_address()}. Type a --ckpt_path on a file system that all nodes share."
             )
 
-    def save_states(self, folder: str) -> None:
-        """Write weights, optimizer, schedule and random numbers into a checkpoint's folder; all
-        ranks call. Raise CheckpointError on all or none.
+    def save_states(self, folder: str, has_optimizer: bool = True) -> None:
+        """Write weights, optimizer (unless it is left out), schedule and random numbers into a
+        checkpoint's folder; all ranks call. Raise CheckpointError on all or none.
         """
         # A run that is stopped is saved without --save_steps too, and was not checked at its start.
         together(lambda: self.check_sees(folder))
-        self.engine.save_states(Path(folder) / self.role)
+        self.engine.save_states(Path(folder) / self.role, has_optimizer=has_optimizer)
         together(lambda: self.save_own(Path(folder)))
 
     def load_states(self, folder: str) -> bool:
@@ -278,6 +304,7 @@ class TrainedWorker(ModelWorker):
     def save_own(self, folder: Path) -> None:
         """Write what is not the engine's, as JSON."""
         state = {"random": random_state(), "world_size": world_size()}
+        state["num_threads"] = torch.get_num_threads()
         file = self._own_file(folder, self.rank)
         write_json(file, state | {"weight_version": self.weight_version})
 
@@ -302,7 +329,35 @@ class TrainedWorker(ModelWorker):
         together(lambda: export_hf(model, tokenizer, Path(path), tensors=tensors))
 
 
-def _checked(loss: Tensor, what: str) -> Tensor:
-    if not math.isfinite(loss.item()):
-        raise NumericsError(f"the loss is {loss.item()} for {what}; weights were not changed")
-    return loss
+class Notes:
+    """What is noted while a rank makes optimizer steps: metrics, and columns of the loss as it
+    first saw each sample.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.metrics = Metrics()
+        self.num_updates = 0
+        self.problem: str | None = None  # with a loss
+        self.parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        self.places: dict[int, None] = {}
+
+    def add(self, places: Sequence[int], columns: Mapping[str, Tensor]) -> None:
+        """Keep what is asked for of samples at these places; those of a later epoch are known."""
+        if places[0] not in self.places:
+            self.places |= dict.fromkeys(places)
+            for name, parts in self.parts.items():
+                parts.append(columns[name].detach().float())
+
+    def checked(self, loss: Tensor, what: str) -> Tensor:
+        """Return the loss; one that is not finite is noted, and spoils the gradient: the update is
+        then refused on all ranks, which meet in it.
+        """
+        if math.isfinite(loss.item()):
+            return loss
+        self.problem = f"the loss is {loss.item()} for {what}; weights were not changed"
+        return loss * math.nan
+
+    def result(self) -> UpdateResult:
+        """Return everything on the CPU."""
+        columns = {name: torch.cat(parts).cpu() for name, parts in self.parts.items() if parts}
+        return UpdateResult(self.metrics, tuple(self.places), columns)

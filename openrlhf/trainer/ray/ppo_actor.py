@@ -23,7 +23,11 @@ from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
+from openrlhf.trainer.ppo_utils.replay_buffer import (
+    UpdateResult,
+    UpdateStep,
+    without_idle_samples,
+)
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.weight_sync import Way, WeightTransport, weight_route
 from openrlhf.utils.metrics import Metrics
@@ -76,15 +80,15 @@ class PolicyModelActor(TrainedWorker):
             experience, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
         )
 
-    def fit(self, steps: Sequence[UpdateStep]) -> Metrics:
+    def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] = ()) -> UpdateResult:
         actor = self.config.actor
         has_kl_loss = self.config.algo.kl.use_loss and any(step.kl_coef > 0 for step in steps)
         # With the coefficient 0 the entropy is a metric, and one of all samples.
         if not (has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0):
             steps = [without_idle_samples(step) for step in steps]
-        metrics = super().fit(steps)
+        result = super().fit(steps, columns)
         self.weight_version += 1
-        return metrics
+        return result
 
     def after_step(self) -> None:
         if self.average is not None:
@@ -92,7 +96,7 @@ class PolicyModelActor(TrainedWorker):
 
     def compute_loss(
         self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
-    ) -> Tensor:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the policy's loss (): clipped objective, KL term, entropy bonus."""
         config = self.config
         stats = self._stats(batch, with_entropy=config.actor.entropy_coef is not None)
@@ -108,20 +112,23 @@ class PolicyModelActor(TrainedWorker):
             clip=self.clip,
         )
         weights_N = self._importance_weights(old_N, experience, metrics)
-        loss = self._aggregate(terms.loss_N * weights_N, experience, step)
+        loss_N = terms.loss_N * weights_N
+        loss = self._aggregate(loss_N, experience, step)
         metrics.add("policy_loss", loss.item() / step.num_steps, reduction="sum")
         num_tokens = len(terms.loss_N)
         is_clipped = terms.is_clipped_N.float().mean().item()
         metrics.add("ppo_clip_ratio", is_clipped, weight=num_tokens)
         metrics.add("ppo_kl", -terms.log_ratio_N.mean().item(), weight=num_tokens)
         metrics.add("ratio_max", terms.ratio_N.max().item(), reduction="max")
+        columns = {"new_logprobs": stats.logprobs, "log_ratio": terms.log_ratio_N}
+        columns |= {"is_clipped": terms.is_clipped_N, "loss": loss_N}
         for term in self._other_terms(stats, old_N, experience, step, metrics):
             loss = loss + term
         if stats.aux_loss is not None:
             aux_sum = (stats.aux_loss * batch.num_targets).sum()
             metrics.add("aux_loss", aux_sum.item() / num_tokens, weight=num_tokens)
             loss = loss + config.actor.aux_loss_coef * aux_sum / step.num_tokens
-        return loss
+        return loss, columns
 
     def compute_text_loss(self, batch: PackedBatch, num_tokens: int, metrics: Metrics) -> Tensor:
         """Return --ptx_coef times the micro-batch's part of the language loss of a step's text."""

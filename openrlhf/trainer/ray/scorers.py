@@ -35,7 +35,7 @@ class CriticModelActor(TrainedWorker):
 
     def compute_loss(
         self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
-    ) -> Tensor:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the clipped value loss ()."""
         values_N = self.engine(batch)
         assert experience.values is not None and experience.returns is not None
@@ -47,7 +47,7 @@ class CriticModelActor(TrainedWorker):
         )
         loss = self.aggregated(loss_N, experience, step)
         metrics.add("critic_loss", loss.item() / step.num_steps, reduction="sum")
-        return loss
+        return loss, {"new_values": values_N, "value_loss": loss_N}
 
 
 class ReferenceModelActor(ModelWorker):

@@ -1,0 +1,124 @@
+"""Steps that are kept whole for `openrlhf replay`: those of `--dump`, and one that fails because a
+number in it is not finite.
+
+`RUN/dumps/step_000005` holds the weights before the step as a checkpoint has them (the states of
+the optimizer too where a step has several updates, for the later ones depend on them), the samples
+with what the models computed for them, and `step.json`: what the step was told and what came of it.
+"""
+
+import io
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openrlhf.distributed.folders import write_json
+from openrlhf.errors import CheckpointError, NumericsError
+from openrlhf.trainer.ppo_updates import StepFacts
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
+from openrlhf.trainer.ray.cluster import DevicePhases
+from openrlhf.trainer.ray.model_actor import TrainedWorker
+from openrlhf.utils.logging import notice, warn
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.rollout import Rollout
+
+DUMPS, FACTS, SAMPLES = "dumps", "step.json", "samples.pt"
+# Columns of an experience that models computed, and that advantages are made of.
+COMPUTED = ("old_logprobs", "ref_logprobs", "values")
+OF_ROLLOUT = (
+    *("sample_id", "group_id", "row_id", "token_ids", "action_mask", "logprobs"),
+    *("weight_versions", "finish_reason", "prompt_text", "response_text", "reward", "episode_id"),
+)
+
+
+@dataclass
+class StepDump:
+    """A step while it is made, and what is kept of it."""
+
+    folder: Path
+    facts: StepFacts
+    rollouts: Sequence[Rollout]
+    groups: Mapping[str, WorkerGroup]  # of the models with an optimizer
+    phases: DevicePhases
+    is_chosen: bool
+    experience: Experience | None = None
+    begun: list[str] = field(default_factory=list)  # models whose updates were begun
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep the step if a number of it is not finite."""
+        try:
+            yield
+        except NumericsError as error:
+            done = TrainedWorker.updates_done
+            num_done = {role: self.groups[role].call(done)[0] for role in self.begun}
+            self.write(num_done=num_done, error=str(error))
+            raise
+
+    def take(self, experience: Experience) -> None:
+        """Note what was computed before the updates; keep the step if it is chosen."""
+        self.experience = experience
+        if self.is_chosen:
+            self.write()
+
+    def note(self, metrics: Metrics) -> None:
+        """Note what came of the updates."""
+        if self.is_chosen:
+            self.write_facts(metrics=metrics.values())
+
+    def write(self, **outcome: Any) -> None:
+        """Keep the step; what cannot be written costs a warning."""
+        step, run_dir = self.facts.global_step, self.folder.parents[1]
+        try:
+            self.write_weights()
+            self.write_samples()
+            self.write_facts(**outcome)
+        except (CheckpointError, OSError) as error:
+            self.is_chosen = False
+            warn(f"step {step} was not kept: {error}")
+        else:
+            notice(f"step {step} was kept: openrlhf replay {run_dir} --step {step}")
+
+    def write_weights(self) -> None:
+        """Write the states of the models, in place of an earlier attempt's."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        folder = str(self.folder.absolute())  # workers may have another working directory
+        for group in self.groups.values():
+            with self.phases.update(group):
+                group.call(TrainedWorker.save_states, folder, max(self.facts.updates) > 1)
+
+    def write_samples(self) -> None:
+        """Write the samples and what models computed for them."""
+        computed = self.experience and {
+            name: getattr(self.experience, name)
+            for name in COMPUTED
+            if getattr(self.experience, name) is not None
+        }
+        content = io.BytesIO()
+        torch.save({"samples": [_own(r) for r in self.rollouts], "computed": computed}, content)
+        (self.folder / SAMPLES).write_bytes(content.getbuffer())
+
+    def write_facts(
+        self,
+        *,
+        num_done: Mapping[str, int] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Write what the step was told, and what came of it: `num_done` updates of each model were
+        made before its weights were written, the others had these metrics, or this error.
+        """
+        outcome = {"num_done": num_done or {}, "metrics": metrics or {}, "error": error}
+        write_json(self.folder / FACTS, {"facts": asdict(self.facts), **outcome})
+
+
+def _own(rollout: Rollout) -> dict[str, object]:
+    """Return what a replay reads of a sample; tensors in memory of their own."""
+    values = {name: getattr(rollout, name) for name in OF_ROLLOUT}
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}

@@ -1,0 +1,55 @@
+"""The updates of an RL step: which models it trains, and what one model does with its samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, mix_texts, plan_updates
+from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
+from openrlhf.trainer.ray.model_actor import TrainedWorker
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What decides a step beside its samples and weights."""
+
+    global_step: int
+    kl_coef: float
+    num_texts: int  # rows of pre-training text that were mixed in before
+    updates: Sequence[int]  # optimizer steps of every step of the run
+
+
+def trained_roles(config: PPOConfig, global_step: int) -> list[str]:
+    """Return the models that a step updates, in order: not the policy while the critic warms up."""
+    if not config.has_critic:
+        return ["actor"]
+    return ["critic", "actor"] if global_step > config.critic.freezing_steps else ["critic"]
+
+
+def update_model(
+    config: PPOConfig,
+    group: WorkerGroup,
+    experience: Experience,
+    facts: StepFacts,
+    *,
+    texts: SFTDataset | None,
+    columns: Sequence[str],
+    num_done: int = 0,
+) -> list[UpdateResult]:
+    """Make the optimizer steps of a rollout batch behind the first `num_done`; return what every
+    share has noted, with these columns of the loss. `texts` are mixed in.
+    """
+    train = config.train
+    shares = plan_updates(
+        experience,
+        group.num_shares,
+        train_batch_size=train.batch_size,
+        max_epochs=train.max_epochs,
+        seed=train.seed + facts.global_step,
+        kl_coef=facts.kl_coef,
+    )
+    if texts is not None:
+        shares = mix_texts(shares, texts, num_seen=facts.num_texts, seed=train.seed)
+    return group.start(TrainedWorker.fit, [(share[num_done:], columns) for share in shares])()

@@ -1,0 +1,89 @@
+"""What a run says at its end: where things are, what was best, and whether the model got worse."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from openrlhf.utils.logging import LOSSES, STDERR, Values, notice, short_name, warn
+
+MAX_FALL = 2.0  # standard errors of a difference that may be chance
+BESIDE = ("metrics.jsonl", "rollouts", "dumps", "logs")  # a model in a run folder
+
+
+def say_saved(run_dir: Path) -> None:
+    """Print where the model is, and what lies beside it."""
+    beside = [name for name in BESIDE if (run_dir / name).exists()]
+    notice(f"model saved to {run_dir}, beside {', '.join(beside)}")
+
+
+def say_outcome(
+    name: str | None,
+    found: Sequence[Values],
+    steps: Sequence[Values],
+    *,
+    where: Callable[[int], object],
+) -> None:
+    """Compare the first, the best and the last of several evaluations by a metric, or else of the
+    steps of training; warn of a model that became worse than its best. `where` returns where the
+    model of a step is.
+    """
+    if name is None or len({values["step"] for values in known(found, name)}) < 2:
+        say_best_step(steps)
+        return
+    first, best, last = noteworthy(found, name)
+    step, label = int(best["step"]), short_name(name)
+    notice(
+        f"{label}: first {with_error(first, name)} (step {first['step']:.0f}), best "
+        f"{with_error(best, name)} (step {step}, {where(step)}), last {with_error(last, name)} "
+        f"(step {last['step']:.0f})"
+    )
+    if has_fallen(best, last, name):
+        moved = "rose" if is_loss(name) else "fell"
+        warn(
+            f"the model got worse: {label} {moved} from {with_error(best, name)} at step {step} to "
+            f"{with_error(last, name)} at step {last['step']:.0f}, by more than two standard "
+            f"errors. The model of step {step}: {where(step)}."
+        )
+
+
+def say_best_step(records: Sequence[Values]) -> None:
+    """Print the best step by its reward or loss."""
+    names = [name for name in ("reward", *LOSSES) if known(records, name)]
+    for name in names[:1]:
+        _, best, last = noteworthy(records, name)
+        notice(
+            f"{name} of a step: best {best[name]:.4g} (step {best['step']:.0f}), last "
+            f"{last[name]:.4g} (step {last['step']:.0f})"
+        )
+
+
+def known(records: Sequence[Values], name: str) -> list[Values]:
+    """Return the records that have a number of this name."""
+    return [values for values in records if values.get(name) is not None]
+
+
+def is_loss(name: str) -> bool:
+    """Return True if less of a metric is better."""
+    return name.endswith("loss")
+
+
+def noteworthy(evaluations: Sequence[Values], name: str) -> list[Values]:
+    """Return the first, the best and the last of the evaluations by a metric, in that order."""
+    found = known(evaluations, name)
+    sign = -1 if is_loss(name) else 1
+    # Of two that are equal the earlier one is the best: its model is the one that is kept.
+    best = max(found, key=lambda values: (sign * values[name], -values["step"]))
+    return [found[0], best, found[-1]]
+
+
+def has_fallen(best: Values, last: Values, name: str) -> bool:
+    """Return True if the last value is worse than the best by more than chance explains."""
+    errors = [values[name + STDERR] for values in (best, last) if name + STDERR in values]
+    fall = (best[name] - last[name]) * (-1 if is_loss(name) else 1)
+    return len(errors) == 2 and fall > MAX_FALL * math.hypot(*errors)
+
+
+def with_error(values: Values, name: str) -> str:
+    """Return a metric and its standard error, which that of a single prompt lacks."""
+    error = f" ±{values[name + STDERR]:.3f}" if name + STDERR in values else ""
+    return f"{values[name]:.3f}{error}"
