@@ -125,6 +125,8 @@ class Reading(Generic[ConfigT]):
     def _flags(self, argv: Sequence[str]) -> Iterator[Setting]:
         """Yield each flag of a command line with the words after it."""
         words: list[str] | None = None
+        if self.config_class.operands and argv and not argv[0].startswith("-"):
+            argv = [f"--{self.config_class.operands}", *argv]
         for token in argv:
             if token.startswith("--") and token[2:3].isalpha():
                 typed, has_value, value = token.partition("=")
@@ -242,6 +244,8 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
         return None
     if option.members:
         return tuple(part for word in words for part in word.split(",") if part)
+    if option.opens == "runs":
+        return ",".join(words)
     if len(words) > 1:
         seen = "***" if option.secret_env else " ".join(words)
         raise ConfigError(
@@ -319,6 +323,11 @@ def save_resolved(config: CommandConfig, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
+
+
+def read_resolved(path: Path) -> dict[str, Any]:
+    """Return what `save_resolved` wrote, by dotted path."""
+    return dict(leaves(yaml.safe_load(path.read_text(encoding="utf-8"))))
 
 
 def settings_of(config: CommandConfig) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from openrlhf.utils.logging import (
 )
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.tracking import Tracker, write_rollouts
+from openrlhf.utils.tracking import Tracker, rollout_row, write_rollouts
 
 MAX_SHOWN = 200  # characters of a response in a hint
 
@@ -275,7 +275,7 @@ class PPOTrainer:
         policy = replace(self.sampler.policy, step_size=len(prompts))
         policy.check_dropped(list(samples.failed.values()), of="the evaluation")
         self.say_failed(samples.failed)
-        values = evaluation_metrics(samples.rollouts, inputs.eval_sampling.num_samples)
+        values = evaluation_metrics(samples.rollouts, (inputs.eval_sampling.num_samples, 1))
         self.tracker.log(global_step, values)
         notice(eval_line(global_step, values))
         if (name := inputs.pass_rate) in values:
@@ -315,7 +315,7 @@ class PPOTrainer:
         self.state.num_unlogged += 1
         if global_step % self.config.logger.logging_steps == 0:
             self.log(global_step)
-        num_kept, rows = self.config.rollout.num_kept_files, [_row(r) for r in rollouts]
+        num_kept, rows = self.config.rollout.num_kept_files, [rollout_row(r) for r in rollouts]
         file = write_rollouts(self.inputs.run_dir, global_step, rows, num_kept=num_kept)
         values = self.values_of(metrics)
         for line in hints(values, self.state.history, example=_example(rollouts[0], file)):
@@ -350,18 +350,3 @@ def _example(rollout: Rollout, file: Path | None) -> str:
     )
     others = "" if file is None else f" All are in {file}."
     return f' One of them: "{response}", label "{label}", reward {rollout.reward:g}.{others}'
-
-
-def _row(rollout: Rollout) -> dict[str, object]:
-    return rollout.extra_columns | {
-        "sample_id": rollout.sample_id,
-        "row_id": rollout.row_id,
-        "prompt": rollout.prompt_text,
-        "response": rollout.response_text,
-        "label": rollout.label,
-        "reward": rollout.reward,
-        "score": rollout.score,
-        "finish_reason": rollout.finish_reason,
-        "num_actions": rollout.num_actions,
-        "weight_version": int(rollout.weight_versions[-1]),
-    }

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from openrlhf.config.common import LoggerConfig, WandbConfig
 from openrlhf.errors import first_line
 from openrlhf.utils.logging import warn, warn_once
+from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.threads import start_thread
 
 Record: TypeAlias = tuple[int, dict[str, float]]  # step, metrics
@@ -175,8 +176,31 @@ def make_tracker(
     return Tracker(run_dir, resume_step=resume_step, sinks=sinks)
 
 
+def rollout_row(rollout: Rollout) -> dict[str, object]:
+    """Return a sample as a row of a file of rollouts."""
+    return rollout.extra_columns | {
+        "sample_id": rollout.sample_id,
+        "row_id": rollout.row_id,
+        "prompt": rollout.prompt_text,
+        "response": rollout.response_text,
+        "label": rollout.label,
+        "datasource": rollout.datasource,
+        "reward": rollout.reward,
+        "reward_parts": rollout.reward_parts,
+        "score": rollout.score,
+        "finish_reason": rollout.finish_reason,
+        "num_actions": rollout.num_actions,
+        "weight_version": int(rollout.weight_versions[-1]),
+    }
+
+
 def write_rollouts(
-    run_dir: Path | str, step: int, rows: Sequence[Mapping[str, object]], *, num_kept: int
+    run_dir: Path | str,
+    step: int,
+    rows: Sequence[Mapping[str, object]],
+    *,
+    num_kept: int,
+    kind: Literal["step", "eval_step"] = "step",
 ) -> Path | None:
     """Write one step's samples as parquet, one row a sample, over an earlier attempt's:
     `rollouts/step_000001.parquet`. Return the file, or None where a full disk lost it, which is
@@ -188,7 +212,7 @@ def write_rollouts(
     import pyarrow.parquet  # noqa: PLC0415 - heavy
 
     folder = Path(run_dir) / "rollouts"
-    path, oldest = (folder / f"step_{number:06d}.parquet" for number in (step, step - num_kept))
+    path, oldest = (folder / f"{kind}_{number:06d}.parquet" for number in (step, step - num_kept))
     unfinished = path.with_suffix(".partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
