@@ -18,12 +18,13 @@ CHECK_PYTHON = import sys; v = sys.version_info; v >= (3, 11) or sys.exit(\
     'Python is %d.%d.%d: vLLM needs 3.11 or newer. Type $(REMEDY)' % tuple(v[:3]))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format lint types layers test test-slow test-faults test-gpu bench
+.PHONY: help install lm-eval demo check format lint types layers test test-slow test-faults test-gpu bench
 
 help:
 	@echo "make demo         tiny model, SFT, GRPO, before and after, a plot: a few minutes on a CPU"
 	@echo "make check        format, lint, types, layers, tests"
 	@echo "make test         the tests that run everywhere (test-slow, test-faults, test-gpu: the others)"
+	@echo "make lm-eval      lm-evaluation-harness in .lm-eval, which asks a served model (docs/evaluation.md)"
 	@echo "make lint format  ruff; make types: mypy; make bench: measurements"
 
 install: $(STAMP)
@@ -40,6 +41,13 @@ $(STAMP): pyproject.toml requirements/cpu-overrides.txt
 	set -x; $(BIN)/uv pip install --quiet --python $(BIN)/python "$$@" \
 	    --overrides requirements/cpu-overrides.txt -e ".[cpu,dev]"
 	touch $(STAMP)
+
+lm-eval: .lm-eval/bin/lm_eval
+
+.lm-eval/bin/lm_eval: $(STAMP) requirements/lm-eval.txt
+	$(BIN)/uv venv --quiet --allow-existing .lm-eval
+	$(BIN)/uv pip install --quiet --python .lm-eval/bin/python -r requirements/lm-eval.txt
+	touch $@
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/scripts/demo.sh
@@ -60,7 +68,7 @@ layers: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) -m "$(QUICK)" tests/integration tests/trainer tests
 
-test-slow: $(STAMP)
+test-slow: lm-eval
 	$(PYTEST) -m "slow and not gpu" tests
 
 test-faults: $(STAMP)

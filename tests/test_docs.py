@@ -20,6 +20,7 @@ from openrlhf.config.cli import Reading, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.user_code import split_name
 from tests.config.test_settings import CONFIGS
 from tests.source import ROOT
 from tests.tiny import write_jsonl
@@ -27,7 +28,7 @@ from tests.tiny import write_jsonl
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = DOCUMENTS[0].read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OTHER_PROGRAMS = {"venv"}  # python -m ... that is not ours
+OTHER_PROGRAMS = {"venv", "vllm.entrypoints.openai.api_server"}  # python -m ... that is not ours
 
 # Nothing is on the PATH, so every program ends here; `cat` writes the files that commands use.
 SHELL = r"""
@@ -142,7 +143,10 @@ def check_other(words: list[str]) -> None:
     elif program in ("bash", "python"):
         assert (ROOT / rest[0]).is_file()
     else:
-        assert (program, rest[0]) in {("ray", "start"), ("ray", "stop"), ("python3", "-m")}
+        assert (program, rest[0]) in {
+            *(("ray", "start"), ("ray", "stop")),
+            *(("python3", "-m"), ("lm_eval", "run")),
+        }
 
 
 @pytest.mark.parametrize("block", cases("bash"))
@@ -159,14 +163,15 @@ def test_every_command_is_one_that_works(block: Block, folder: Path) -> None:
             parsed = parse(*training)
             # What a document shows should run without a word of advice.
             assert all(line.startswith("--advantage_estimator") for line in parsed.notices)
-            if isinstance(parsed.config, PPOConfig) and parsed.config.reward.remote_url:
-                assert Path(parsed.config.reward.remote_url).is_file()
+            if isinstance(parsed.config, PPOConfig):
+                for place in parsed.config.reward.functions:
+                    assert Path(split_name(place)[0]).is_file()
 
 
 @pytest.mark.parametrize("block", cases("python"))
 def test_every_reward_function_scores(block: Block, folder: Path) -> None:
     from openrlhf.rewards.base import RewardBatch
-    from openrlhf.rewards.function import UserFunction
+    from openrlhf.rewards.function import UserFunctions
 
     name = named(block)
     assert name is not None, "say the file's name in the first line"
@@ -177,7 +182,7 @@ def test_every_reward_function_scores(block: Block, folder: Path) -> None:
         labels=["2", "2", "4"],
         columns={"answer": ["2", "2", "4"], "datasource": ["sums"] * 3},
     )
-    rewards = UserFunction(name).answer(batch).rewards
+    rewards = UserFunctions.load(name).answer(batch).rewards
     assert all(map(math.isfinite, rewards))
     assert rewards[0] == rewards[2] > rewards[1]
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "ppo": ("train_ppo_ray", "reinforcement learning on Ray: PPO, REINFORCE++, RLOO, GRPO"),
     "ppo-local": ("train_ppo", "the same in the launching process(es), without Ray"),
     "replay": ("replay", "a step of an RL run again, with its loss token by token"),
+    "eval": ("evaluate", "pass@1, pass@k and mean reward of models, with intervals"),
     "infer": ("batch_inference", "answer prompts or score answers in bulk"),
     "serve-rm": ("serve_rm", "a reward model behind HTTP"),
     "merge-lora": ("lora_combiner", "merge an adapter into its base model"),

@@ -29,6 +29,7 @@ MODELS = ("actor", "critic", "ref", "reward")  # sections whose names begin flat
 REMEDIES = {
     "model": "a folder with a config.json, or a hub id such as org/name",
     "models": "a folder with a config.json, or a hub id such as org/name",
+    "runs": "the folder of a model or of a run, or a hub id such as org/name",
     "data": f"a file ({', '.join(DATA_SUFFIXES)}), a folder of them, or a hub id",
     "code": "the path of a .py file",
     "template": "the template itself, or the path of a .jinja file",
@@ -176,7 +177,7 @@ def walk(
     A command `shows` some leaves of a section only: the others keep their defaults.
     """
     shows = getattr(config_class, "shows", {})
-    for name in only or config_class.model_fields:
+    for name in config_class.model_fields if only is None else only:
         info = config_class.model_fields[name]
         section = info.annotation
         own = info.get_default(call_default_factory=True)

@@ -244,6 +244,8 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
         return None
     if option.members:
         return tuple(part for word in words for part in word.split(",") if part)
+    if option.opens == "runs":
+        return ",".join(words)
     if len(words) > 1:
         seen = "***" if option.secret_env else " ".join(words)
         raise ConfigError(
@@ -321,6 +323,11 @@ def save_resolved(config: CommandConfig, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
+
+
+def read_resolved(path: Path) -> dict[str, Any]:
+    """Return what `save_resolved` wrote, by dotted path."""
+    return dict(leaves(yaml.safe_load(path.read_text(encoding="utf-8"))))
 
 
 def settings_of(config: CommandConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ to the part: `AdamConfig(lr=1e-5)`.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -44,6 +44,15 @@ def timed_folder(stem: str) -> str:
 
         now = datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
     return f"./ckpt/{stem}-{now:%Y%m%d-%H%M%S}"
+
+
+def last_words(paths: Sequence[str]) -> list[str]:
+    """Return the last word of each path, with a number where two have the same."""
+    words = [PurePosixPath(path).name for path in paths]
+    return [
+        word if words.count(word) == 1 else f"{word}_{words[: k + 1].count(word)}"
+        for k, word in enumerate(words)
+    ]
 
 
 class AdamConfig(Base):
@@ -342,11 +351,7 @@ class RewardModelsConfig(Base):
         """Return the names of their scores: the last word of each path, with a number where two
         have the same.
         """
-        words = [PurePosixPath(path).name for path in self.model_paths]
-        return [
-            word if words.count(word) == 1 else f"{word}_{words[: k + 1].count(word)}"
-            for k, word in enumerate(words)
-        ]
+        return last_words(self.model_paths)
 
     def problems(self) -> Iterator[str]:
         """Yield a line unless every model has a weight."""

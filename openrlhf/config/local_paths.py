@@ -23,7 +23,7 @@ from openrlhf.config.base import (
 from openrlhf.config.common import RunConfig
 
 MODEL_FILES = ("config.json", "adapter_config.json")
-LISTS = ("models", "data", "code")  # with commas between
+LISTS = ("models", "runs", "data", "code")  # with commas between
 OUTPUTS = ("output", "output_file")
 
 
@@ -62,7 +62,7 @@ def looks_local(name: str) -> bool:
 
 def is_hub_id(opens: str, name: str) -> bool:
     """Return True for the name of a model or data set that is not on this machine."""
-    is_fetched = opens in ("model", "models", "data")
+    is_fetched = opens in ("model", "models", "runs", "data")
     return is_fetched and "://" not in name and path_of(opens, name) is None
 
 

@@ -3,6 +3,7 @@
 Field path = dotted flag; names after the help text are flat flags and what Hugging Face users type.
 """
 
+import re
 from collections.abc import Iterator
 from itertools import product
 from typing import Literal
@@ -39,6 +40,8 @@ IS_CORRECTION_TYPES = {
 }
 # Words of OpenRLHF 0.11 for aggregations.
 LOSS_AGG_MODES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean"}
+# `rewards.py` or `rewards.py:name`, but not `exec:./rewards.py`.
+FUNCTION = re.compile(rf"(?!{SCHEME.pattern}).+\.py(:\w+)?$")
 # What people type for an estimator, by the method's name: only said, as one may be wrong.
 KNOWN_AS = {"ppo": "gae", "grpo": "group_norm"}
 
@@ -106,7 +109,11 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
     """`reward.*`: where rewards come from and how they are shaped."""
 
     remote_url: str | None = option(
-        None, "A .py file with reward_func, or URLs of servers.", "remote_rm_url", opens="code"
+        None,
+        "A .py file with reward_func, or functions as file.py:name with commas between, which are "
+        "added; or URLs of servers.",
+        "remote_rm_url",
+        opens="code",
     )
     failure: str = option(
         "fail",
@@ -143,10 +150,29 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
     )
 
     @property
-    def is_function_file(self) -> bool:
-        """Return True if the reward comes from a function in a local file."""
-        url = self.remote_url or ""
-        return url.endswith(".py") and "," not in url and not SCHEME.match(url)
+    def functions(self) -> tuple[str, ...]:
+        """Return the files, or functions in them, that the reward comes from; () of none."""
+        return tuple(name for name in self._named if FUNCTION.match(name))
+
+    @property
+    def _named(self) -> list[str]:
+        names = (name.strip() for name in (self.remote_url or "").split(","))
+        return [name for name in names if name]
+
+    def problems(self) -> Iterator[str]:
+        """Add functions beside servers, and weights that do not match the functions."""
+        if self.functions and len(self.functions) != len(self._named):
+            yield (
+                f"--remote_rm_url {self.remote_url} names functions and servers. Name functions "
+                "alone: one of them can ask a server."
+            )
+        elif self.functions and len(self.weights or self.functions) != len(self.functions):
+            yield (
+                f"--reward_weights has {len(self.weights or ())} values for {len(self.functions)} "
+                "functions of --remote_rm_url. Type one weight for each function."
+            )
+        elif not self.functions:
+            yield from super().problems()
 
 
 class RolloutConfig(Base):
@@ -461,6 +487,11 @@ class PPOConfig(RunConfig):
     def has_reference(self) -> bool:
         """Return True if the KL to a reference model can have an effect."""
         return self.algo.kl.init_coef > 0
+
+    @property
+    def has_policy_ranks(self) -> bool:
+        """Return True if the policy is held by ranks, beside the engines."""
+        return True
 
     @property
     def policy_path(self) -> str:

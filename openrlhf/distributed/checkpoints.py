@@ -142,6 +142,15 @@ class CheckpointStore:
         """Return the folder that keeps a step, a model before resumable states, if there is one."""
         return next((path for path in reversed(self.folders(step)) if path.is_dir()), None)
 
+    def best(self) -> Path | None:
+        """Return the folder of the best model, if one is kept."""
+        return next(self.root.glob(_BEST), None)
+
+    def model(self, step: int) -> Path | None:
+        """Return the folder of the model of a step, if one is kept."""
+        path = self.folders(step)[1]
+        return path if path.is_dir() else None
+
     def steps(self) -> list[int]:
         """Return the steps of which something is kept, the best model apart."""
         paths = self.root.iterdir() if self.root.is_dir() else []

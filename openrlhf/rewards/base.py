@@ -73,6 +73,8 @@ class RewardResult:
     # B each; None for samples that a number does not apply to.
     extra_logs: dict[str, list[float | None]] = field(default_factory=dict)
     extra_columns: dict[str, list[object]] = field(default_factory=dict)  # B each, plain values
+    # B each: what the reward is the weighted sum of; None where a part does not apply.
+    parts: dict[str, list[float | None]] = field(default_factory=dict)
 
 
 class RewardSource:
@@ -132,6 +134,7 @@ def concat_results(results: Sequence[RewardResult]) -> RewardResult:
         scores=scores if any(r.scores for r in results) else None,
         extra_logs=_concat_columns([(r.extra_logs, len(r.rewards)) for r in results]),
         extra_columns=_concat_columns([(r.extra_columns, len(r.rewards)) for r in results]),
+        parts=_concat_columns([(r.parts, len(r.rewards)) for r in results]),
     )
 
 
@@ -144,8 +147,8 @@ def _concat_columns(parts: Sequence[tuple[Mapping[str, list[Any]], int]]) -> dic
 
 
 def checked_result(answer: object, *, batch: RewardBatch, source: str) -> RewardResult:
-    """Check what a source returned: {rewards, scores?, extra_logs?, extra_columns?}, or bare
-    rewards. A RewardError names the source and the sample.
+    """Check what a source returned: {rewards, scores?, extra_logs?, extra_columns?, parts?}, or
+    bare rewards. A RewardError names the source and the sample.
     """
     fields = answer if isinstance(answer, Mapping) else {"rewards": answer}
     if "rewards" not in fields:
@@ -165,6 +168,10 @@ def checked_result(answer: object, *, batch: RewardBatch, source: str) -> Reward
                 for v in _one_per_sample(values, f"{source}: extra_columns[{name!r}]", batch)
             ]
             for name, values in _columns(fields, "extra_columns", source).items()
+        },
+        parts={
+            str(name): optional_numbers(values, f"{source}: parts[{name!r}]", batch)
+            for name, values in _columns(fields, "parts", source).items()
         },
     )
 

@@ -1,10 +1,10 @@
-"""A reward function in worker processes: in parallel, off this process, each call with limits.
+"""Reward functions in worker processes: in parallel, off this process, each call with limits.
 
 A worker that hangs or dies is killed and replaced; its call ends in a RewardError. A reply is a
 line that begins with the token of its call, so that nothing else that user code or its children
 write is taken for a reward. Replies are JSON: a model's code may have run in there.
 
-`python -m openrlhf.rewards.workers SOCKET FILE MEMORY_BYTES PARENT` is a worker.
+`python -m openrlhf.rewards.workers SOCKET FILES WEIGHTS MEMORY_BYTES PARENT` is a worker.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, RewardSource, checked_result
-from openrlhf.rewards.function import UserFunction
+from openrlhf.rewards.function import UserFunctions
 from openrlhf.utils.processes import die_with_parent, kill_tree, limit_memory
 
 MIN_WORKERS, MAX_WORKERS = 4, 16
@@ -38,12 +39,13 @@ NO_SAMPLES = RewardBatch([], [], [], [])
 
 
 class FunctionPool(RewardSource):
-    """Scores batches with the function in a file, several at a time."""
+    """Scores batches with the functions of files, several batches at a time."""
 
     def __init__(
         self,
         path: str | Path,
         *,
+        weights: Sequence[float] | None = None,
         batch_size: int = 8,
         num_workers: int | None = None,
         timeout_s: float = 300.0,
@@ -51,7 +53,7 @@ class FunctionPool(RewardSource):
         log_dir: Path | None = None,
     ) -> None:
         """Start the first worker, the others when they are needed; raise ConfigError for what is
-        wrong with the file.
+        wrong with the files: `path` is one, or several as `UserFunctions.load` has them.
 
         `timeout_s` limits a call, `memory_gib` the private memory of a worker. Without
         `num_workers` there is one a core, but some even on a small machine: many functions only
@@ -59,6 +61,7 @@ class FunctionPool(RewardSource):
         """
         super().__init__(str(path), batch_size)
         count = num_workers or min(max(os.cpu_count() or 1, MIN_WORKERS), MAX_WORKERS)
+        self.weights = json.dumps(weights and list(weights))
         self.timeout_s = timeout_s
         self.memory_bytes = int(memory_gib * GIB)
         logs = [log_dir and log_dir / f"reward-{index}.log" for index in range(count)]
@@ -134,7 +137,8 @@ class Worker:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         with theirs, self.log_path.open("ab") as output:
-            words = map(str, (theirs.fileno(), self.path, self.pool.memory_bytes, os.getpid()))
+            loaded = (self.path, self.pool.weights)
+            words = map(str, (theirs.fileno(), *loaded, self.pool.memory_bytes, os.getpid()))
             self._reader, self._writer = await asyncio.open_unix_connection(
                 sock=ours, limit=MAX_REPLY_BYTES
             )
@@ -201,9 +205,9 @@ def _rotate(path: Path) -> None:
             os.truncate(path, 0)
 
 
-def main(number: str, path: str, memory_bytes: str, parent: str) -> None:
-    """Load the function with the first batch, which is empty; score the others until the pool hangs
-    up.
+def main(number: str, path: str, weights: str, memory_bytes: str, parent: str) -> None:
+    """Load the functions with the first batch, which is empty; score the others until the pool
+    hangs up.
     """
     die_with_parent(int(parent))
     limit_memory(int(memory_bytes))
@@ -212,14 +216,14 @@ def main(number: str, path: str, memory_bytes: str, parent: str) -> None:
     own_pid = os.getpid()
     connection = socket.socket(fileno=int(number))
     batches = connection.makefile("rb")
-    function: UserFunction | None = None
+    function: UserFunctions | None = None
     while True:
         try:
             token, batch = pickle.load(batches)  # from the parent
         except EOFError:
             return
         try:
-            function = function or UserFunction(path)
+            function = function or UserFunctions.load(path, json.loads(weights))
             reply = asdict(function.answer(batch)) if len(batch) else {}
         except ConfigError as error:
             reply = {"problems": error.problems}

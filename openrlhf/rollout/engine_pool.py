@@ -99,6 +99,9 @@ class EnginePool:
                 await asyncio.wait([work])
             self._loads[k] -= request.sampling.num_samples
 
+    async def close(self) -> None:
+        """Leave the engines to those who started them."""
+
 
 class BatchSampler:
     """A model that samples whole batches: while one is sampled, the next is gathered."""

@@ -41,6 +41,9 @@ class Acts(Protocol):
     async def act(self, request: RolloutRequest) -> list[Rollout]:
         """Return the samples; raises EngineError, or AgentError where an agent failed."""
 
+    async def close(self) -> None:
+        """End what was started for it."""
+
 
 @dataclass(frozen=True)
 class FinishedGroup:
@@ -76,6 +79,11 @@ class Rollouts:
             samples = await self.actor.act(request)
         self.acted_at = time.monotonic()
         return await self.scorer.score(samples, request.metrics)
+
+    def close(self) -> None:
+        """End the agents and the loop; nothing is sampled any more."""
+        self.loop.run(self.actor.close())
+        self.loop.close()
 
     def open_stream(self, sampling: SamplingSettings) -> "GroupStream":
         """Return a stream of the samples of prompts."""

@@ -241,15 +241,18 @@ def _scored_groups(groups: Sequence[Group], result: RewardResult) -> list[Outcom
     scores = iter(result.scores or [None] * len(result.rewards))
     logs = {name: iter(column) for name, column in result.extra_logs.items()}
     columns = {name: iter(values) for name, values in result.extra_columns.items()}
+    parts = {name: iter(column) for name, column in result.parts.items()}
 
     def scored(rollout: Rollout) -> Rollout:
         numbers = {name: next(column) for name, column in logs.items()}
+        shares = {name: next(column) for name, column in parts.items()}
         return replace(
             rollout,
             reward=next(rewards),
             score=next(scores),
             extra_logs={name: v for name, v in numbers.items() if v is not None},
             extra_columns={name: next(values) for name, values in columns.items()},
+            reward_parts={name: v for name, v in shares.items() if v is not None},
         )
 
     return [[scored(rollout) for rollout in group] for group in groups]

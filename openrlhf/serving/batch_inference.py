@@ -6,6 +6,7 @@ so its responses depend neither on the ranks nor on what was done before a resta
 prompt as the model read it, so that later commands score and learn it so; a message list stays one.
 """
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -127,6 +128,10 @@ class BatchTask:
         rows = data_set.read(gathered)
         if rows is not None and tokenizer is not None:
             self.rows, self.tokenizer, self.form = rows, tokenizer, data_set.form
+            schema = rows.features.arrow_schema
+            binary = [field.name for field in schema if "binary" in str(field.type)]
+            self.readable = rows.remove_columns(binary)
+            self.stored = rows.select_columns(binary).with_format("arrow")
             gathered.attempt(self._tokenise)
         gathered.raise_if_any()
         if config.eval_task != "rm":
@@ -154,9 +159,10 @@ class BatchTask:
         return slice_of(len(self.samples), rollout.batch_size, rollout.iter)
 
     def columns_of(self, item: int) -> Row:
-        """Return the columns of an item's row, without bytes, which JSON cannot hold."""
-        schema, row = self.rows.features.arrow_schema, self.rows[self.samples.row_ids[item]]
-        return {name: row[name] for name in row if "binary" not in str(schema.field(name).type)}
+        """Return the columns of an item's row, images as the bytes they are stored in."""
+        row_id = self.samples.row_ids[item]
+        stored = self.stored[row_id].to_pylist()[0] if self.stored.column_names else {}
+        return {**self.readable[row_id], **stored}
 
     @property
     def key(self) -> str:
@@ -252,7 +258,7 @@ def drained(
                 yield group.key[1], task.generated_rows(group.key[1], group.rollouts)
     finally:
         run(stream.__aexit__())
-        rollouts.loop.close()
+        rollouts.close()
 
 
 def sampling_of(task: BatchTask) -> SamplingSettings:
@@ -336,12 +342,12 @@ def read_parts(parts: Path) -> dict[int, list[Row]]:
 def write_output(task: BatchTask, parts: Path, output: Path) -> None:
     """Put the rows in input order, through the post-processor, into the file; then clean up."""
     found = read_parts(parts)
-    rows = [{**task.columns_of(item), **row} for item in task.items for row in found[item]]
+    rows = [beside(task.columns_of(item), row) for item in task.items for row in found[item]]
     kept = post_process(rows, task.config.reward)
     temporary = output.with_name(f".{output.name}.tmp")  # the file is there whole or not at all
     with temporary.open("w", encoding="utf-8") as file:
-        for row in kept:  # dates and the like, which JSON does not know, become their text
-            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        for row in kept:
+            file.write(json.dumps(row, ensure_ascii=False, default=as_text) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, output)
@@ -350,6 +356,21 @@ def write_output(task: BatchTask, parts: Path, output: Path) -> None:
         notice(f"{len(rewards)} rewards: mean {mean:.3f}, standard deviation {spread:.3f}")
     notice(f"{len(kept)} rows written to {output}")
     shutil.rmtree(parts.parent)
+
+
+def beside(columns: Row, row: Row) -> Row:
+    """Return a row with all columns of its data; a value that it replaces stays as `given_<name>`.
+
+    Example: {"id": 1, "output": "4"} beside {"output": "5"} is
+    {"id": 1, "output": "5", "given_output": "4"}.
+    """
+    replaced = {name for name in columns.keys() & row.keys() if columns[name] != row[name]}
+    return {**columns, **row, **{f"given_{name}": columns[name] for name in sorted(replaced)}}
+
+
+def as_text(value: object) -> str:
+    """Return the text of a value that JSON does not know: bytes in base64, dates as they print."""
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def post_process(rows: Sequence[Row], reward: InferenceRewardConfig) -> Sequence[Row]:
@@ -389,7 +410,8 @@ def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
         if _reward(best) == _reward(worst):
             num_equal += 1
             continue
-        pair = {name: value for name, value in best.items() if name not in OF_ONE_ANSWER} | {
+        others = {name: value for name, value in best.items() if name not in OF_ONE_ANSWER}
+        pair = {
             "prompt": best["input"],
             "chosen": best["output"],
             "chosen_reward": _reward(best),
@@ -399,7 +421,7 @@ def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
         for side, row in (("chosen", best), ("rejected", worst)):
             if row.get("finish_reason") == "length":
                 pair[f"{side}_finish_reason"] = "length"
-        pairs.append(pair)
+        pairs.append(beside(others, pair))
     return pairs, num_equal
 
 

@@ -92,7 +92,7 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
     phases.sleep()
     sizes = init_models(config, groups, inputs.updates, phases)
     print_banner(banner_sections(config, inputs.updates, cluster, sizes, len(inputs.prompts)))
-    rollouts = _rollouts(config, inputs, cluster, phases)
+    rollouts = rollouts_of(config, inputs, cluster, phases)
     opened.clear_folder(inputs.run_dir, config)
     settings, resume_step = config.model_dump(mode="json"), opened.resume_step
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(
@@ -180,7 +180,7 @@ def forwards_of(config: PPOConfig, groups: Groups, updates_per_rollout: int) -> 
     }
 
 
-def _rollouts(
+def rollouts_of(
     config: PPOConfig, inputs: RunInputs, cluster: Cluster, phases: DevicePhases
 ) -> Rollouts:
     """Return what makes scored samples: engines and rewards, or agents that act through engines."""

@@ -56,11 +56,14 @@ class RunInputs:
     vocab_size: int
 
 
-def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
+def prepare_inputs(
+    config: PPOConfig, *, has_engines: bool, reward_source: RewardSource | None = None
+) -> RunInputs:
     """Load and check tokenizer, prompts and reward source; raise ConfigError or DataError with the
     problems of all.
 
-    `has_engines`: vLLM generates, and must be installed; else the policy itself does.
+    `has_engines`: vLLM generates, and must be installed; else the policy itself does. Without a
+    `reward_source` that is open already, that of the config is opened.
     """
     gathered, run_dir = Gathered(), Path(config.ckpt.output_dir)
     gathered.attempt(lambda: check_policy_loss(config.actor.policy_loss_type))
@@ -75,7 +78,8 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
         gathered.attempt(lambda: check_tokens(config, tokenizer))
     prompts, eval_prompts, texts = _data(config, tokenizer, policy, gathered)
     compared = gathered.attempt(lambda: pass_rate(config, eval_prompts))
-    source = gathered.attempt(lambda: _reward_source(config, log_dir=run_dir / "logs"))
+    open_source = partial(open_reward_source, config, log_dir=run_dir / "logs")
+    source = reward_source or gathered.attempt(open_source)
     if gathered.problems and source is not None:
         source.close()
     gathered.raise_if_any()
@@ -152,7 +156,7 @@ def pass_rate(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | No
     if eval_prompts is None:
         return None
     key, sources = config.ckpt.best_metric_key, [prompt.datasource for prompt in eval_prompts]
-    names = pass_rate_names(dict.fromkeys(sources), config.eval.n_samples_per_prompt)
+    names = pass_rate_names(dict.fromkeys(sources), (config.eval.n_samples_per_prompt, 1))
     wanted = names[1] if key in ("", "none") else key
     found = [name for name in names if wanted in (name, name.removeprefix("eval/"))]
     if not found:
@@ -185,11 +189,14 @@ def _data(
     return made.get(TRAINING), made.get(EVALUATION), texts
 
 
-def _reward_source(config: PPOConfig, *, log_dir: Path) -> RewardSource | None:
+def open_reward_source(config: PPOConfig, *, log_dir: Path) -> RewardSource | None:
+    """Return the source of the functions or servers of a run, None of any other reward; raise
+    ConfigError.
+    """
     reward, batch_size = config.reward, config.rollout.micro_batch_size
     if not reward.remote_url:
         return None
-    if not reward.is_function_file:
+    if not reward.functions:
         return RemoteReward(
             reward.remote_url,
             batch_size=batch_size,
@@ -197,7 +204,8 @@ def _reward_source(config: PPOConfig, *, log_dir: Path) -> RewardSource | None:
             try_timeout_s=reward.try_timeout_s,
         )
     return FunctionPool(
-        reward.remote_url,
+        ",".join(reward.functions),
+        weights=reward.weights,
         batch_size=batch_size,
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_s,

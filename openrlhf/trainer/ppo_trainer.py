@@ -289,7 +289,7 @@ class PPOTrainer:
             num_kept=self.config.rollout.num_kept_files,
             kind="eval_step",
         )
-        values = evaluation_metrics(samples.rollouts, inputs.eval_sampling.num_samples)
+        values = evaluation_metrics(samples.rollouts, (inputs.eval_sampling.num_samples, 1))
         self.tracker.log(global_step, values)
         notice(eval_line(global_step, values))
         count = self.config.logger.print_samples

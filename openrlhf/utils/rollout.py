@@ -62,7 +62,7 @@ class Rollout:
     extra_logs: dict[str, float] = field(default_factory=dict)
     # Shared by the parts of an agent's episode, which share a reward; empty: a sample of its own.
     episode_id: str = ""
-    reward_parts: dict[str, float] = field(default_factory=dict)  # by model, of several models
+    reward_parts: dict[str, float] = field(default_factory=dict)  # of several functions or models
     # For the reward source: the prompt as its row has it, the response without special tokens.
     source_prompt: object = None
     plain_response: str = ""

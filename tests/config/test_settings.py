@@ -14,6 +14,7 @@ import pytest
 
 from openrlhf.config.base import CommandConfig, Option, is_given, value_at, walk
 from openrlhf.config.cli import Reading, flag_table, parse_config
+from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
@@ -44,6 +45,7 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "train_prm": PRMConfig,
     "train_kd": KDConfig,
     "train_ppo_ray": PPOConfig,
+    "evaluate": EvaluateConfig,
     "batch_inference": BatchInferenceConfig,
     "serve_rm": ServeRewardConfig,
     "lora_combiner": LoraCombinerConfig,

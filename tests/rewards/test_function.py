@@ -7,7 +7,7 @@ import pytest
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, concat_results
-from openrlhf.rewards.function import UserFunction
+from openrlhf.rewards.function import CallableReward, UserFunctions
 
 
 def batch_of(size: int, **columns: list[object]) -> RewardBatch:
@@ -21,13 +21,13 @@ def batch_of(size: int, **columns: list[object]) -> RewardBatch:
     )
 
 
-def reward_from(tmp_path, code: str) -> UserFunction:
+def reward_from(tmp_path, code: str) -> UserFunctions:
     file = tmp_path / "my_reward.py"
     file.write_text(textwrap.dedent(code))
-    return UserFunction(file)
+    return UserFunctions.load(file)
 
 
-def answering(tmp_path, expression: str) -> UserFunction:
+def answering(tmp_path, expression: str) -> UserFunctions:
     return reward_from(
         tmp_path,
         f"""
@@ -107,23 +107,103 @@ def test_batches_may_log_different_things():
         ("def a(): ...\ndef b(): ...", "has no reward_func; found: a, b"),
         ("reward_func = 3", "reward_func is a int, not a function"),
         ("def reward_func(a): ...", r"reward_func\(a\) cannot be called"),
+        (
+            "def f(**columns): ...\nreward_funcs = [f]\nreward_weights = [1, 2]",
+            "has 2 numbers for 1",
+        ),
     ],
 )
 def test_a_file_without_a_usable_function_is_refused_at_start(tmp_path, code, message):
     (tmp_path / "bad.py").write_text(code)
     with pytest.raises(ConfigError, match=message):
-        UserFunction(tmp_path / "bad.py")
+        UserFunctions.load(tmp_path / "bad.py")
 
 
 def test_the_examples_score_what_they_say():
     queries, prompts = ["1+1=2", "1+1= 1,000 / no", "1+1=x", "1+1=1/2"], ["1+1="] * 4
     batch = RewardBatch(queries, prompts, [q[4:] for q in queries], ["2", "1000", "2", 0.5])
-    result = UserFunction("examples/python/math_reward_func.py").answer(batch)
+    result = UserFunctions.load("examples/python/math_reward_func.py").answer(batch)
     assert result.rewards == [1.0, 1.0, 0.0, 1.0]
     assert result.extra_logs["has_answer"] == [1.0, 1.0, 0.0, 1.0]
     words = RewardBatch(["pab abcd"], ["p"], ["ab abcd"], [None])
     assert math.isclose(
-        UserFunction("examples/python/reward_func.py").answer(words).rewards[0],
+        UserFunctions.load("examples/python/reward_func.py").answer(words).rewards[0],
         0.3,
         rel_tol=1e-6,
     )
+
+
+TASK = """
+def exact(completions, **columns):
+    return [1.0 if c == "r0" else None if c == "r1" else 0.0 for c in completions]
+
+def reward_func(queries, prompts, labels):
+    return {"rewards": [5.0, 6.0, 7.0], "scores": [0.0, 0.25, 0.5], "extra_logs": {"n": [1, 2, 3]}}
+"""
+STYLE = """
+def short(completions, **columns):
+    return [0.5] * len(completions)
+
+def long(completions, **columns):
+    return [2.0] * len(completions)
+
+reward_funcs, reward_weights = [short, long], [1.0, 10.0]
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, code in (("task.py", TASK), ("style.py", STYLE)):
+        (tmp_path / name).write_text(code)
+    return str(tmp_path / "task.py"), str(tmp_path / "style.py")
+
+
+def test_functions_of_several_files_are_added_with_their_weights_and_kept_by_name(files):
+    task, style = files
+    result = UserFunctions.load(f"{task}:exact,{style}", [1.0, 0.2]).answer(batch_of(3))
+    # The file of a list has weight 0.2, its functions 0.2 x 1 and 0.2 x 10.
+    assert result.rewards == pytest.approx([1 + 0.1 + 4, 0.1 + 4, 0.1 + 4])
+    assert result.parts == {"exact": [1, None, 0], "short": [0.5] * 3, "long": [2] * 3}
+
+
+def test_the_score_is_that_of_the_first_function_that_applies_to_a_sample(files):
+    task, style = files
+    plain = UserFunctions.load(f"{task}:exact,{style}:long").answer(batch_of(3))
+    assert plain.scores == [1.0, 2.0, 0.0]  # `exact` says nothing of the second sample
+    scoring = UserFunctions.load(f"{task},{style}:short").answer(batch_of(3))
+    assert scoring.scores == [0.0, 0.25, 0.5]  # what it returns as scores goes before its rewards
+    assert scoring.parts == {"task": [5, 6, 7], "short": [0.5] * 3}
+    assert scoring.extra_logs == {"n": [1, 2, 3]}
+    alone = UserFunctions.load(f"{style}:short").answer(batch_of(3))
+    assert alone.scores is None and alone.parts == {}  # then the reward counts
+
+
+def test_equal_names_and_a_wrong_name_are_refused(files):
+    task, _ = files
+    with pytest.raises(ConfigError, match=r"the same name: exact, exact\. Rename one"):
+        UserFunctions.load(f"{task}:exact,{task}:exact")
+    with pytest.raises(
+        ConfigError, match=r"task\.py has no exakt; found: exact, reward_func\. Def"
+    ):
+        UserFunctions.load(f"{task}:exakt")
+
+
+def test_a_callable_scores_in_this_process_and_may_hold_anything():
+    seen = []
+
+    async def noting(completions, **columns):
+        seen.append(completions)
+        return [float(len(seen))] * len(completions)
+
+    source = CallableReward([noting, lambda queries, prompts, labels: [1.0] * len(queries)],
+                            weights=[1.0, 10.0], batch_size=2)  # fmt: skip
+    result = source.submit(batch_of(3)).result(timeout=10)
+    assert seen == [["r0", "r1"], ["r2"]] and result.rewards == [11, 11, 12]
+    assert result.parts == {"noting": [1, 1, 2], "<lambda>": [1, 1, 1]}
+    failing = CallableReward(lambda queries, prompts, labels: [1 / 0])
+    with pytest.raises(RewardError, match=r"test_function\.py:\d+: ZeroDivisionError"):
+        failing.submit(batch_of(1)).result(timeout=10)
+    with pytest.raises(ConfigError, match=r"test_function\.py: <lambda>\(a\) cannot be called"):
+        CallableReward(lambda a: [1.0])
+    for one in (source, failing):
+        one.close()

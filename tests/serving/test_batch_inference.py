@@ -271,7 +271,7 @@ def test_all_columns_of_the_data_stay_in_the_rows(folder: Path) -> None:
     facts = {"answer": 2, "output": "of the data", "tags": ["a", "b"], "id": 3}
     unknown = {"day": datetime.date(2025, 1, 2), "image": b"\x89PNG"}  # to JSON
     Dataset.from_list([{"input": "1+1=", **facts, **unknown}]).to_parquet(folder / "facts.parquet")
-    facts["day"] = "2025-01-02"
+    facts |= {"day": "2025-01-02", "image": "iVBORw==", "given_output": "of the data"}
     flags = "--best_of_n 2 --max_new_tokens 8 --prompt_max_len 64"
     paths = {"dataset": "facts.parquet", "output_path": "facts-out.jsonl"}
     run_batch_inference(config_of(folder, "generate", flags, **paths))

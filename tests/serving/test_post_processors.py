@@ -49,7 +49,8 @@ def test_other_columns_stay_with_the_rows_that_are_kept_and_made():
     rows = [{**row("a", "x", 1.0), **facts}, {**row("a", "y", 0.0), **facts}]
     assert best_answers(rows) == rows[:1]
     [pair], _ = preference_pairs(rows)
-    assert (pair["id"], pair["is_rendered"], pair["chosen"]) == (7, True, "x")
+    assert (pair["id"], pair["is_rendered"]) == (7, True)
+    assert (pair["chosen"], pair["given_chosen"]) == ("x", "of the data")
     assert not pair.keys() & {"input", "output", "reward"}
     assert [found["id"] for found in rewards_in_prompts(rows)] == [7, 7]
 

@@ -15,12 +15,13 @@ def test_pass_rates_are_keyed_by_row() -> None:
     # Two prompts, two samples each: scores 1, 0 and 0, 0.
     scores = [(1.0, 0), (0.0, 0), (0.0, 1), (0.0, 1)]
     rollouts = [rollout([1], [2], reward=reward, group=group) for reward, group in scores]
-    metrics = evaluation_metrics(rollouts, 2)
+    metrics = evaluation_metrics(rollouts, (2, 1))
     assert metrics["eval/eval_default_pass2"] == 0.5
     assert metrics["eval/eval_default_pass1"] == 0.25
     # Means of the prompts 0.5 and 0: standard deviation 0.3536, over the root of 2.
     assert metrics["eval/eval_default_pass1_stderr"] == pytest.approx(0.25)
     assert metrics["eval/eval_default_pass2_stderr"] == pytest.approx(0.5)
+    assert metrics["eval/eval_default_reward"] == 0.25
     assert metrics["eval/response_length"] == 1.0
 
 

@@ -57,9 +57,10 @@ def score(
         return rollouts.generate_samples(list(data), SamplingSettings(num_samples=1), tag="t")
 
 
-def logged(samples: SampleBatch) -> dict[str, list[float | None]]:
-    names = dict.fromkeys(name for r in samples.rollouts for name in r.extra_logs)
-    return {name: [r.extra_logs.get(name) for r in samples.rollouts] for name in names}
+def parts(samples: SampleBatch) -> dict[str, list[float | None]]:
+    """What each function said of each sample."""
+    names = dict.fromkeys(name for r in samples.rollouts for name in r.reward_parts)
+    return {name: [r.reward_parts.get(name) for r in samples.rollouts] for name in names}
 
 
 # Each as its documentation describes the interface: some arguments by name, the others in **kwargs.
@@ -122,16 +123,16 @@ EXPECTED = {
     "by_progress": [0.5] * 3,
     "with_logs": [1, 0, 1],
     "of_everything": [1] * 3,
-    "calls": [1] * 3,  # a number for all samples of a call
 }
 
 
 def test_functions_in_the_form_of_trl_score_texts_without_special_tokens(tmp_path, tiny_tokenizer):
     samples = score(tmp_path, tiny_tokenizer, STANDARD)
-    assert logged(samples) == EXPECTED
+    assert parts(samples) == EXPECTED
+    assert samples.metrics["extra/calls"] == 1  # a number for all samples of a call
     assert [r.reward for r in samples.rollouts] == [1 + 45 + 0.25, 1 + 45 + 0.25, 2 + 0.25]
     assert [r.extra_columns for r in samples.rollouts] == [{"golden": s} for s in ("4", "6", "7")]
-    assert samples.metrics["extra/for_mathematics"] == 4.5  # of those it applies to
+    assert samples.metrics["reward/for_mathematics"] == 4.5  # of those it applies to
 
 
 CONVERSATIONAL = r"""
@@ -158,7 +159,7 @@ def test_prompts_that_are_dialogues_come_as_messages_and_so_do_completions(
     system, answer = {"role": "system", "content": "Think."}, {"role": "assistant", "content": "?"}
     dialogues = [[system, {"role": "user", "content": text}, answer] for text in TEXTS]
     samples = score(tmp_path, tiny_tokenizer, CONVERSATIONAL, prompts=dialogues)
-    assert logged(samples) == {"form": [1, 0, 0], "shape": [4, 4, 7]}
+    assert parts(samples) == {"form": [1, 0, 0], "shape": [4, 4, 7]}
     assert [r.reward for r in samples.rollouts] == [5, 4, 7]
 
 
@@ -191,7 +192,7 @@ def test_the_reward_functions_that_trl_ships_run_and_say_the_same(tmp_path, tiny
         reward_funcs = [accuracy_reward, think_format_reward, too_long]
     """
     dialogues = [[{"role": "user", "content": text}] for text in TEXTS]
-    found = logged(score(tmp_path, tiny_tokenizer, code, prompts=dialogues))
+    found = parts(score(tmp_path, tiny_tokenizer, code, prompts=dialogues))
     completions = [[{"role": "assistant", "content": text}] for text in SAID]
     ids = [[*tiny_tokenizer.encode(text), tiny_tokenizer.eos_token_id] for text in SAID]
     too_long = rewards.get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=10)

@@ -98,7 +98,7 @@ def role_demands(config: PPOConfig, cluster: ClusterView) -> list[RoleDemand]:
     """
     ds = config.ds
     per_node = cluster.max_gpus_per_node if cluster.has_gpus else ds.ranks_per_share
-    sections = {"actor": config.actor}
+    sections = {"actor": config.actor} if config.has_policy_ranks else {}
     if config.has_reference:
         sections["ref"] = config.ref
     sections |= dict.fromkeys(reward_roles(config), config.reward)

@@ -1,9 +1,15 @@
-"""The models beside the policy: the critic, the reference policy and the reward model."""
+"""The models beside the policy: the critic, the reference policy and the reward model; and a policy
+that is not trained.
+"""
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from openrlhf.algorithms.policy_loss import value_loss
 from openrlhf.distributed.train_engine import EvalEngine
+from openrlhf.engines.base import Completion, GenerationRequest
+from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm, load_sequence_model
@@ -71,6 +77,20 @@ class ReferenceModelActor(ModelWorker):
             lambda batch: self.engine(batch, temperature=temperature).logprobs,
             what="log-probs of the reference",
         )
+
+
+class FrozenPolicyActor(ModelWorker):
+    """One rank of a policy that only generates, itself, for `openrlhf eval` without vLLM."""
+
+    def init_model(self) -> int:
+        """Load the policy; return its parameter count."""
+        model = load_causal_lm(self.config.policy_path, self.config).to(self.strategy.device).eval()
+        self.generator = OwnGenerate(model, stream=self.strategy.topology.dp_rank)
+        return sum(p.numel() for p in model.parameters())
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Sample with the policy."""
+        return self.generator.generate(requests)
 
 
 class RewardModelActor(ModelWorker):

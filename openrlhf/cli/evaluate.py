@@ -1,0 +1,11 @@
+"""`openrlhf eval`: pass@1, pass@k and mean reward of models on data with labels."""
+
+from openrlhf.cli.runner import Command, imported
+from openrlhf.config.evaluation import EvaluateConfig
+
+main = Command(
+    "openrlhf eval", EvaluateConfig, imported("openrlhf.trainer.ppo_evaluate:run_evaluation")
+)
+
+if __name__ == "__main__":
+    main()

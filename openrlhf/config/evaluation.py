@@ -1,0 +1,131 @@
+"""Config of `openrlhf eval`: that of an RL run, with what matters to an evaluation alone."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from openrlhf.config.base import option
+from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.config.local_paths import names_in
+from openrlhf.config.ppo import (
+    AdvantageConfig,
+    AlgoConfig,
+    KLConfig,
+    PPOConfig,
+    PPODataConfig,
+    RolloutConfig,
+    VLLMConfig,
+)
+from openrlhf.config.serving import WEIGHTS
+
+
+class EvaluatedDataConfig(PPODataConfig):
+    """`data.*`: where prompts and labels come from."""
+
+    prompt_dataset: str | None = option(
+        None,
+        "Evaluation data: hub ids or paths, with commas between.",
+        "eval_dataset",
+        "prompt_data",
+        needed="evaluation data",
+        opens="data",
+    )
+    prompt_split: str = option("train", "Split of it.", "eval_split", "prompt_split")
+
+
+class EvaluatedRolloutConfig(RolloutConfig):
+    """`rollout.*`: how samples are made."""
+
+    n_samples_per_prompt: int = option(
+        4, "Samples of a prompt.", "eval_n_samples_per_prompt", "n_samples_per_prompt", gt=0
+    )
+    temperature: float = option(
+        0.6, "Sampling temperature; 0: greedy.", "eval_temperature", "temperature", ge=0
+    )
+
+
+class EvaluatingVLLMConfig(VLLMConfig):
+    """`vllm.*`: the engines that generate."""
+
+    num_engines: int = option(
+        1,
+        "Engines; 1: in this process; more: on Ray; 0: the model generates itself.",
+        "vllm_num_engines",
+        ge=0,
+    )
+
+
+class EvaluateConfig(PPOConfig):
+    """Evaluate models on data with labels: pass@1, pass@k and the mean reward (eval)."""
+
+    shows: ClassVar = {
+        **dict.fromkeys(("actor", "critic", "ref", "algo", "eval", "logger"), ()),
+        "reward": (
+            *("remote_url", "model_name_or_path", "weights", "normalize_enable", "failure"),
+            *("max_dropped", "timeout_s", "try_timeout_s", "memory_gib", "num_workers"),
+            *("num_nodes", "num_gpus_per_node", "offload"),
+        ),
+        "rollout": (
+            *("n_samples_per_prompt", "max_new_tokens", "temperature", "top_p"),
+            "micro_batch_size",
+        ),
+        "vllm": (
+            *("num_engines", "tensor_parallel_size", "enable_prefix_caching", "enforce_eager"),
+            *("gpu_memory_utilization", "timeout_s"),
+        ),
+        "train": ("seed", "agent_func_path", "agent_timeout_s", "async_num_tasks"),
+        "data": (
+            *("prompt_dataset", "prompt_probs", "prompt_split", "input_key", "label_key"),
+            *("input_template", "apply_chat_template", "tokenizer_chat_template"),
+            *("allow_special_tokens", "max_samples", "expect_rows", "expect_sha256"),
+            *("duplicate_ids", "prompt_max_len", "overlong_prompts", "max_len"),
+        ),
+        "ds": (*WEIGHTS, "value_head_prefix"),
+        "ckpt": ("output_dir",),
+    }
+    operands: ClassVar = "models"
+
+    models: str | None = option(
+        None,
+        "Models or run folders, with commas between; they may stand before all flags.",
+        "pretrain",
+        "model_name_or_path",
+        needed="model",
+        opens="runs",
+    )
+    pass_k: tuple[int, ...] | None = option(
+        None, "The k of pass@k beside 1; unset: the samples of a prompt.", min_length=1
+    )
+    data: EvaluatedDataConfig = EvaluatedDataConfig(input_template=None, max_samples=100_000_000)
+    rollout: EvaluatedRolloutConfig = EvaluatedRolloutConfig()
+    vllm: EvaluatingVLLMConfig = EvaluatingVLLMConfig()
+    ds: DeepSpeedConfig = DeepSpeedConfig(zero_stage=0)
+    # No model is trained, so there is neither a critic nor a reference.
+    algo: AlgoConfig = AlgoConfig(
+        advantage=AdvantageConfig(estimator="reinforce"), kl=KLConfig(init_coef=0)
+    )
+
+    @property
+    def model_names(self) -> list[str]:
+        """Return every model and run folder that is named."""
+        return names_in("runs", self.models or "")
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Return the k of pass@k, without repetitions: 1 and those asked for."""
+        return tuple(dict.fromkeys((1, *(self.pass_k or (self.rollout.n_samples_per_prompt,)))))
+
+    @property
+    def has_policy_ranks(self) -> bool:
+        """Return False if engines alone hold the policy."""
+        return not self.vllm.num_engines
+
+    def problems(self) -> Iterator[str]:
+        """Add a k that the samples of a prompt are too few for."""
+        yield from super().problems()
+        num_samples = self.rollout.n_samples_per_prompt
+        for k in self.ks:
+            if not 1 <= k <= num_samples:
+                yield (
+                    f"--pass_k {k} cannot be estimated from the {num_samples} samples of a prompt. "
+                    f"Type a number from 1 to {num_samples}, or --n_samples_per_prompt {max(k, 1)}."
+                )

@@ -1,0 +1,160 @@
+"""`openrlhf eval`: the evaluation of an RL run by itself, for one model or several.
+
+Samples are made and scored by what a run makes and scores them with; models come one after another.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from openrlhf.config.base import with_value
+from openrlhf.config.cli import read_resolved, save_resolved
+from openrlhf.config.common import last_words
+from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.config.local_paths import MODEL_FILES
+from openrlhf.distributed.checkpoints import CheckpointStore
+from openrlhf.distributed.folders import holding
+from openrlhf.errors import ConfigError, Gathered
+from openrlhf.models.loading import say_padded
+from openrlhf.models.support import check_here
+from openrlhf.rewards.base import RewardSource
+from openrlhf.rollout.rollout import SampleBatch
+from openrlhf.rollout.scoring import FailurePolicy
+from openrlhf.trainer.ppo_run import rollouts_of
+from openrlhf.trainer.ppo_setup import RunInputs, named_models, open_reward_source, prepare_inputs
+from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics, results_table
+from openrlhf.trainer.ray.cluster import DevicePhases, local_cluster, ray_cluster
+from openrlhf.trainer.ray.model_actor import ModelWorker
+from openrlhf.trainer.ray.placement import reward_roles
+from openrlhf.trainer.ray.scorers import FrozenPolicyActor, RewardModelActor
+from openrlhf.utils.logging import Values, notice, redirect_framework_logs
+from openrlhf.utils.progress import progress
+from openrlhf.utils.tracking import METRICS_FILE, Tracker, rollout_row, write_rollouts
+
+ALL = "all"  # the data source of all samples, where there are several
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of one model."""
+
+    name: str  # as it was typed
+    run_dir: Path  # with its samples and metrics
+    metrics: Values
+    num_prompts: Mapping[str, int]  # by data source
+
+
+def run_evaluation(
+    config: EvaluateConfig, *, reward_source: RewardSource | None = None
+) -> list[Evaluation]:
+    """Evaluate every model that is named, print a table, and return what was measured.
+
+    A program may bring the rewards that the config does not name a source of.
+    """
+    output = Path(config.ckpt.output_dir)
+    if (output / METRICS_FILE).exists():
+        raise ConfigError(
+            f"--save_path {output} holds the records of a run. Type another folder, or leave "
+            "--save_path out."
+        )
+    runs = _runs(config, output)
+    source = reward_source or open_reward_source(config, log_dir=output / "logs")
+    with closing(source) if source else nullcontext(), holding(output, "--save_path"):
+        redirect_framework_logs(output, "driver")
+        prepare = partial(prepare_inputs, has_engines=bool(config.vllm.num_engines))
+        prepared = [prepare(run, reward_source=source) for run in runs]
+        results = [
+            _evaluate(name, run, inputs)
+            for name, run, inputs in zip(config.model_names, runs, prepared, strict=True)
+        ]
+    table = [(result.name, result.num_prompts, result.metrics) for result in results]
+    notice(results_table(table, config.ks))
+    notice("in brackets: 95 % intervals of means over prompts (normal, errors clustered by prompt)")
+    notice(f"samples and metrics: {output}")
+    return results
+
+
+def _runs(config: EvaluateConfig, output: Path) -> list[EvaluateConfig]:
+    """Return the config of every model: one has the output folder, several have folders in it."""
+    gathered, names = Gathered(), config.model_names
+    models = [gathered.attempt(partial(find_model, name)) for name in names]
+    gathered.raise_if_any()
+    folders = [output / word for word in last_words(names)]
+    runs = []
+    for model, folder in zip(models, folders if len(names) > 1 else [output], strict=True):
+        run = with_value(config, "models", model)
+        run = with_value(run, "actor.model_name_or_path", model)
+        runs.append(with_value(run, "ckpt.output_dir", str(folder)))
+    return runs
+
+
+def find_model(name: str) -> str:
+    """Return the model that is named by its hub id, its folder, or a run's: that of a run is what
+    it exported at its end, or else its best model, or else that of its last checkpoint. Raise
+    ConfigError for a run without any.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir() or any((folder / file).is_file() for file in MODEL_FILES):
+        return name
+    settings = folder / "config.yaml"
+    root = Path(read_resolved(settings)["ckpt.path"]) if settings.is_file() else folder
+    store = CheckpointStore(root)
+    found = store.best() or next(filter(None, map(store.model, reversed(store.steps()))), None)
+    if found is None:
+        raise ConfigError(
+            f"{name} holds no model, and {root} no checkpoint with one. Type the folder of a "
+            "model; --save_hf_ckpt keeps models with the checkpoints of a run."
+        )
+    notice(f"{name}: {found}")
+    return str(found)
+
+
+def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluation:
+    """Evaluate one model; write its samples and metrics."""
+    num_samples = inputs.sampling.num_samples
+    notice(f"evaluating {name}: {len(inputs.prompts)} prompts x {num_samples} samples")
+    samples = _samples(config, inputs)
+    failed = samples.failed
+    policy = replace(FailurePolicy.of(config), step_size=len(inputs.prompts))
+    policy.check_dropped(list(failed.values()), of="the evaluation")
+    if failed:
+        row, reason = next(iter(failed.items()))
+        notice(f"dropped {len(failed)} prompt(s) without rewards; row {row + 1}: {reason}")
+    rollouts = samples.rollouts
+    rows = [rollout_row(rollout, inputs.token_texts) for rollout in rollouts]
+    write_rollouts(inputs.run_dir, 0, rows, num_kept=1, kind="eval_step")
+    if len({rollout.datasource for rollout in rollouts}) > 1:
+        rollouts = [*rollouts, *(replace(rollout, datasource=ALL) for rollout in rollouts)]
+    metrics = samples.metrics.values() | evaluation_metrics(rollouts, config.ks)
+    save_resolved(config, inputs.run_dir / "config.yaml")
+    Tracker(inputs.run_dir).log(0, metrics)
+    prompts = dict.fromkeys((rollout.datasource, rollout.row_id) for rollout in rollouts)
+    return Evaluation(name, inputs.run_dir, metrics, Counter(source for source, _ in prompts))
+
+
+def _samples(config: EvaluateConfig, inputs: RunInputs) -> SampleBatch:
+    """Start the model, and what scores its samples, and return them."""
+    on_ray = config.vllm.num_engines > 1
+    if not on_ray:
+        check_here(config.ds, trains=False)
+    say_padded(config, named_models(config))
+    rewards = reward_roles(config)
+    models: dict[str, type] = dict.fromkeys(rewards, RewardModelActor)
+    if config.has_policy_ranks:
+        models["actor"] = FrozenPolicyActor
+    open_cluster = ray_cluster if on_ray else local_cluster
+    with open_cluster(
+        config, models, run_dir=str(inputs.run_dir.resolve()), resume_step=0
+    ) as cluster:
+        for role, group in cluster.groups.items():
+            with progress(f"loading {role}"):
+                paths = [path for other, path in rewards.items() if other == role]
+                group.call(ModelWorker.init_model, *paths)
+        phases = DevicePhases((), engines_sleep=False, training_sleeps=False)
+        with closing(rollouts_of(config, inputs, cluster, phases)) as rollouts:
+            prompts = list(inputs.prompts)
+            sampling = replace(inputs.sampling, seed=config.train.seed)
+            return rollouts.generate_samples(prompts, sampling, tag="eval0")
