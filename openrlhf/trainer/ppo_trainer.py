@@ -30,6 +30,7 @@ from openrlhf.trainer.ray.cluster import Cluster
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.utils import stopping
+from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.logging import (
     RunClock,
     eval_line,
@@ -62,10 +63,12 @@ class PPOTrainer:
         rollouts: Rollouts,
         state: RunState,
         tracker: Tracker,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config, self.inputs, self.rollouts = config, inputs, rollouts
         self.groups, self.engines = cluster.groups, cluster.engines
         self.state, self.phases, self.tracker = state, state.phases, tracker
+        self.callbacks = callbacks
         self.num_steps = len(inputs.updates)  # at most
         self.forwards = forwards
         # Half precision rounds.
@@ -104,6 +107,8 @@ class PPOTrainer:
                     state.unlogged.merge(metrics)
                 continue
             self.report(state.global_step, metrics, rollouts)
+            for callback in self.callbacks:
+                callback.on_step_end(self, state.global_step, self.values_of(metrics))
             every = self.config.eval.steps
             if self.is_over or (every > 0 and state.global_step % every == 0):
                 self.evaluate(state.global_step)
@@ -170,7 +175,7 @@ class PPOTrainer:
         for engine in self.engines:  # they may be at work, and are not needed any more
             engine.call(VLLMEngine.shutdown)
         self.phases.engines.clear()
-        outcome = self.state.save_last()
+        outcome = self.state.save_last(self.save)
         self.tracker.close()
         raise stopping.Interrupted(outcome)
 
@@ -259,9 +264,17 @@ class PPOTrainer:
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Save a checkpoint every `--save_steps`, and of the end."""
         if self.state.is_due(is_last=is_last):
-            self.state.save()
+            self.save()
             if self.phases.needs_weights:
                 self.broadcast_to_vllm()
+
+    def save(self) -> bool:
+        """Save a checkpoint; return True if it was saved."""
+        is_saved, step = self.state.save(), self.state.global_step
+        path = self.state.opened.store.find(step) if is_saved else None
+        for callback in self.callbacks if path else ():
+            callback.on_save(self, step, path)
+        return is_saved
 
     def evaluate(self, global_step: int) -> None:
         """Log pass@n and pass@1 on the evaluation prompts; keep the best model."""
@@ -278,6 +291,8 @@ class PPOTrainer:
         values = evaluation_metrics(samples.rollouts, (inputs.eval_sampling.num_samples, 1))
         self.tracker.log(global_step, values)
         notice(eval_line(global_step, values))
+        for callback in self.callbacks:
+            callback.on_evaluate(self, global_step, values)
         if (name := inputs.pass_rate) in values:
             self.state.note_evaluation(name, {"step": global_step} | values)
 

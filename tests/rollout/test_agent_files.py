@@ -256,7 +256,7 @@ def test_the_agent_file_that_users_start_from_runs_as_it_is(source, tmp_path, ti
             "    async def execute(self, prompt, label, sampling_params): ...",
             "AgentExecutor.__init__: missing a required argument: 'tools'",
         ),
-        ("class AgentInstance:\n    pass", "AgentInstance is no AgentInstanceBase"),
+        ("class AgentInstance:\n    pass", "write class AgentInstance(AgentInstanceBase)"),
         ("1 / 0", "ZeroDivisionError"),
     ],
 )

@@ -1,0 +1,155 @@
+"""Training from Python: each command is a function, and its flags are keyword arguments.
+
+    result = sft(pretrain="Qwen/Qwen2.5-0.5B", dataset="rows.jsonl", learning_rate=1e-5)
+
+Names are flat or dotted flags; sections may be dicts, as in YAML. What is wrong raises ConfigError,
+with a line for each problem. Examples: docs/python-api.md.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic
+
+from openrlhf.cli.runner import start_problems
+from openrlhf.config.cli import ConfigT, parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
+from openrlhf.distributed.topology import Topology
+from openrlhf.rewards.function import CallableReward
+from openrlhf.trainer.dpo_trainer import DPOTrainer
+from openrlhf.trainer.kd_trainer import KDTrainer
+from openrlhf.trainer.kto_trainer import KTOTrainer
+from openrlhf.trainer.ppo_run import run_ppo_local, run_ppo_ray, trainer_class
+from openrlhf.trainer.ppo_trainer import PPOTrainer
+from openrlhf.trainer.prm_trainer import PRMTrainer
+from openrlhf.trainer.rm_trainer import RMTrainer
+from openrlhf.trainer.sft_trainer import SFTTrainer
+from openrlhf.trainer.supervised_run import Recipe, run_supervised
+from openrlhf.utils import stopping
+from openrlhf.utils.callbacks import Callback
+from openrlhf.utils.logging import quiet_frameworks, say_notices
+from openrlhf.utils.snapshots import with_snapshots
+from openrlhf.utils.tracking import METRICS_FILE, read_metrics
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left in its folder."""
+
+    run_dir: Path
+
+    @property
+    def model_path(self) -> Path:
+        """Return the folder of the trained model, in Hugging Face format."""
+        return self.run_dir
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """Return the records of metrics.jsonl: of logged steps and of evaluations."""
+        return read_metrics(self.run_dir / METRICS_FILE)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the last value of every metric."""
+        return {name: value for record in self.history for name, value in record.items()}
+
+
+class Method(Generic[ConfigT]):
+    """A command as a function; `config` alone builds what it is called with."""
+
+    def __init__(self, config_class: type[ConfigT]) -> None:
+        self.config_class = config_class
+
+    def config(self, **settings: object) -> ConfigT:
+        """Return the config with these settings, checked as on the command line; raise ConfigError
+        for all that is wrong.
+        """
+        quiet_frameworks()
+        parsed = parse_config(
+            self.config_class, (), settings=settings, more_problems=start_problems
+        )
+        os.environ.update(parsed.environment)
+        is_main = Topology.from_env().is_main
+        if is_main:
+            say_notices(parsed.notices)
+        return with_snapshots(parsed.config, is_shown=is_main)
+
+
+class Supervised(Method[ConfigT]):
+    """Supervised training with a recipe."""
+
+    def __init__(self, config_class: type[ConfigT], recipe: Recipe) -> None:
+        super().__init__(config_class)
+        self.recipe = recipe
+
+    def __call__(
+        self,
+        config: ConfigT | None = None,
+        /,
+        *,
+        trainer: Recipe | None = None,
+        callbacks: Sequence[Callback] = (),
+        **settings: object,
+    ) -> Result:
+        """Train by a config, or by settings. `trainer` is a subclass of the method's own."""
+        config = config or self.config(**settings)
+        with stopping.listening():
+            run_supervised(trainer or self.recipe, config, callbacks=callbacks)
+        return Result(Path(config.ckpt.output_dir))
+
+
+class Reinforcement(Method[PPOConfig]):
+    """Reinforcement learning, on Ray or in this process."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        super().__init__(PPOConfig)
+        self.run = run
+
+    def config(self, *, reward: Callable[..., Any] | None = None, **settings: object) -> PPOConfig:
+        """Return the config; `reward` is the function that the run will be called with."""
+        if reward is not None:
+            settings["remote_rm_url"] = f"callable:{getattr(reward, '__name__', 'reward')}"
+        return super().config(**settings)
+
+    def __call__(
+        self,
+        config: PPOConfig | None = None,
+        /,
+        *,
+        reward: Callable[..., Any] | None = None,
+        trainer: type[PPOTrainer] | None = None,
+        callbacks: Sequence[Callback] = (),
+        **settings: object,
+    ) -> Result:
+        """Train by a config, or by settings. `reward` is a function in a form of
+        docs/reward-functions.md, called in this process; `trainer` a subclass of PPOTrainer, or of
+        PPOTrainerAsync with `async_train`.
+        """
+        config = config or self.config(reward=reward, **settings)
+        make_trainer = partial(trainer or trainer_class(config), callbacks=callbacks)
+        source = None
+        if reward is not None:
+            source = CallableReward(reward, batch_size=config.rollout.micro_batch_size)
+        with stopping.listening():
+            self.run(config, make_trainer, reward_source=source)
+        return Result(Path(config.ckpt.output_dir))
+
+
+sft = Supervised(SFTConfig, SFTTrainer)
+rm = Supervised(RMConfig, RMTrainer)
+dpo = Supervised(DPOConfig, DPOTrainer)
+kto = Supervised(KTOConfig, KTOTrainer)
+prm = Supervised(PRMConfig, PRMTrainer)
+kd = Supervised(KDConfig, KDTrainer)
+ppo = Reinforcement(run_ppo_ray)
+ppo_local = Reinforcement(run_ppo_local)
