@@ -228,8 +228,8 @@ def _check_form(part: Part) -> None:
     if not _takes_queries(part.function) and not _wants_completions(part.function):
         raise ConfigError(
             f"{defined_at(part.file, part.function)}: {_name(part.function)}"
-            f"{inspect.signature(part.function)} cannot be called. Write reward_func(queries, prompts, labels) or f(prompts, completions, "
-            "**columns)."
+            f"{inspect.signature(part.function)} cannot be called. Write reward_func(queries, "
+            "prompts, labels) or f(prompts, completions, **columns)."
         )
 
 

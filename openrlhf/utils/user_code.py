@@ -39,12 +39,6 @@ def split_name(where: str | Path) -> tuple[str, str]:
     return (f"{file}.py", name) if file else (str(where), "")
 
 
-def split_name(where: str | Path) -> tuple[str, str]:
-    """Return `file.py` and `name` of `file.py:name`; the name is empty where none is typed."""
-    file, _, name = str(where).rpartition(".py:")
-    return (f"{file}.py", name) if file else (str(where), "")
-
-
 def load_module(path: str | Path) -> ModuleType:
     """Run a .py file under a name made from its path, so that two files of the same name do not
     collide.

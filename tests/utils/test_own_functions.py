@@ -19,6 +19,7 @@ from openrlhf.utils.own_functions import (
     check_function,
     find_function,
 )
+from tests.source import ROOT
 
 CODE = """
 import torch
@@ -101,6 +102,20 @@ def test_a_formula_that_could_not_run_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said.format(file=file))):
         check_function(formula, f"{file}:{name}")
+
+
+def test_the_formulas_of_the_document_work(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    (tmp_path / "formulas.py").write_text(page.partition("```py\n")[2].partition("```")[0])
+    for formula, name in (
+        (ESTIMATOR, "best_counts"),
+        (POLICY_LOSS, "unclipped"),
+        (PREFERENCE_LOSS, "squared"),
+    ):
+        check_function(formula, f"{tmp_path}/formulas.py:{name}")
+    best = find_function(ESTIMATOR, f"{tmp_path}/formulas.py:best_counts")
+    rewards_B, groups_B = torch.tensor([-1.0, -2.0, 3.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    assert best(rewards_B, groups_B).tolist() == [1, 0, 0, 1]
 
 
 def test_what_a_formula_raises_later_has_the_users_traceback_alone(file: Path) -> None:
