@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Generic
 
 from openrlhf.cli.runner import start_problems
 from openrlhf.config.cli import ConfigT, parse_config
@@ -25,21 +26,19 @@ from openrlhf.config.supervised import (
     SFTConfig,
 )
 from openrlhf.distributed.topology import Topology
+from openrlhf.errors import ConfigError
 from openrlhf.rewards.function import CallableReward
-from openrlhf.trainer.dpo_trainer import DPOTrainer
-from openrlhf.trainer.kd_trainer import KDTrainer
-from openrlhf.trainer.kto_trainer import KTOTrainer
-from openrlhf.trainer.ppo_run import run_ppo_local, run_ppo_ray, trainer_class
-from openrlhf.trainer.ppo_trainer import PPOTrainer
-from openrlhf.trainer.prm_trainer import PRMTrainer
-from openrlhf.trainer.rm_trainer import RMTrainer
-from openrlhf.trainer.sft_trainer import SFTTrainer
-from openrlhf.trainer.supervised_run import Recipe, run_supervised
 from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.logging import quiet_frameworks, say_notices
 from openrlhf.utils.snapshots import with_snapshots
 from openrlhf.utils.tracking import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_trainer import PPOTrainer
+    from openrlhf.trainer.supervised_run import Recipe
+
+quiet_frameworks()  # they read it when they are imported: at the first run
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ class Method(Generic[ConfigT]):
         """Return the config with these settings, checked as on the command line; raise ConfigError
         for all that is wrong.
         """
-        quiet_frameworks()
         parsed = parse_config(
             self.config_class, (), settings=settings, more_problems=start_problems
         )
@@ -88,7 +86,8 @@ class Method(Generic[ConfigT]):
 class Supervised(Method[ConfigT]):
     """Supervised training with a recipe."""
 
-    def __init__(self, config_class: type[ConfigT], recipe: Recipe) -> None:
+    def __init__(self, config_class: type[ConfigT], recipe: str) -> None:
+        """`recipe` is the trainer, as `module:name`."""
         super().__init__(config_class)
         self.recipe = recipe
 
@@ -97,21 +96,23 @@ class Supervised(Method[ConfigT]):
         config: ConfigT | None = None,
         /,
         *,
-        trainer: Recipe | None = None,
+        trainer: "Recipe | None" = None,
         callbacks: Sequence[Callback] = (),
         **settings: object,
     ) -> Result:
         """Train by a config, or by settings. `trainer` is a subclass of the method's own."""
         config = config or self.config(**settings)
+        run = resolve_name("openrlhf.trainer.supervised_run:run_supervised")
         with stopping.listening():
-            run_supervised(trainer or self.recipe, config, callbacks=callbacks)
-        return Result(Path(config.ckpt.output_dir))
+            run(trainer or resolve_name(self.recipe), config, callbacks=callbacks)
+        return Result(Path(config.ckpt.output_dir).resolve())
 
 
 class Reinforcement(Method[PPOConfig]):
     """Reinforcement learning, on Ray or in this process."""
 
-    def __init__(self, run: Callable[..., None]) -> None:
+    def __init__(self, run: str) -> None:
+        """`run` is the function that does it, as `module:name`."""
         super().__init__(PPOConfig)
         self.run = run
 
@@ -127,7 +128,7 @@ class Reinforcement(Method[PPOConfig]):
         /,
         *,
         reward: Callable[..., Any] | None = None,
-        trainer: type[PPOTrainer] | None = None,
+        trainer: "type[PPOTrainer] | None" = None,
         callbacks: Sequence[Callback] = (),
         **settings: object,
     ) -> Result:
@@ -136,20 +137,26 @@ class Reinforcement(Method[PPOConfig]):
         PPOTrainerAsync with `async_train`.
         """
         config = config or self.config(reward=reward, **settings)
-        make_trainer = partial(trainer or trainer_class(config), callbacks=callbacks)
+        own_class = resolve_name("openrlhf.trainer.ppo_run:trainer_class")(config)
+        if trainer and not issubclass(trainer, own_class):
+            raise ConfigError(
+                f"trainer is {trainer.__name__}. With async_train give a subclass of "
+                f"{own_class.__name__}."
+            )
+        make_trainer = partial(trainer or own_class, callbacks=callbacks)
         source = None
         if reward is not None:
             source = CallableReward(reward, batch_size=config.rollout.micro_batch_size)
         with stopping.listening():
-            self.run(config, make_trainer, reward_source=source)
-        return Result(Path(config.ckpt.output_dir))
+            resolve_name(self.run)(config, make_trainer, reward_source=source)
+        return Result(Path(config.ckpt.output_dir).resolve())
 
 
-sft = Supervised(SFTConfig, SFTTrainer)
-rm = Supervised(RMConfig, RMTrainer)
-dpo = Supervised(DPOConfig, DPOTrainer)
-kto = Supervised(KTOConfig, KTOTrainer)
-prm = Supervised(PRMConfig, PRMTrainer)
-kd = Supervised(KDConfig, KDTrainer)
-ppo = Reinforcement(run_ppo_ray)
-ppo_local = Reinforcement(run_ppo_local)
+sft = Supervised(SFTConfig, "openrlhf.trainer.sft_trainer:SFTTrainer")
+rm = Supervised(RMConfig, "openrlhf.trainer.rm_trainer:RMTrainer")
+dpo = Supervised(DPOConfig, "openrlhf.trainer.dpo_trainer:DPOTrainer")
+kto = Supervised(KTOConfig, "openrlhf.trainer.kto_trainer:KTOTrainer")
+prm = Supervised(PRMConfig, "openrlhf.trainer.prm_trainer:PRMTrainer")
+kd = Supervised(KDConfig, "openrlhf.trainer.kd_trainer:KDTrainer")
+ppo = Reinforcement("openrlhf.trainer.ppo_run:run_ppo_ray")
+ppo_local = Reinforcement("openrlhf.trainer.ppo_run:run_ppo_local")

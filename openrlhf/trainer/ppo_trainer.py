@@ -271,9 +271,8 @@ class PPOTrainer:
     def save(self) -> bool:
         """Save a checkpoint; return True if it was saved."""
         is_saved, step = self.state.save(), self.state.global_step
-        path = self.state.opened.store.find(step) if is_saved else None
-        for callback in self.callbacks if path else ():
-            callback.on_save(self, step, path)
+        for callback in self.callbacks if is_saved else ():
+            callback.on_save(self, step, self.state.opened.store.kept(step)[-1])
         return is_saved
 
     def evaluate(self, global_step: int) -> None:

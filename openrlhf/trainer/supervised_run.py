@@ -254,9 +254,8 @@ class Checkpointer:
         is_saved = self.checkpoints.save(
             step, write=self._write, export=self.trainer.export, state=state
         )
-        path = self.checkpoints.store.find(step) if is_saved else None
-        for callback in self.trainer.callbacks if path else ():
-            callback.on_save(self.trainer, step, path)
+        for callback in self.trainer.callbacks if is_saved else ():
+            callback.on_save(self.trainer, step, self.checkpoints.store.kept(step)[-1])
         return is_saved
 
     def _write(self, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A user's own formula takes the place of a built-in one, or is refused with its line."""
 
+import pickle
 import re
 from pathlib import Path
 
@@ -123,10 +124,10 @@ def test_what_a_formula_raises_later_has_the_users_traceback_alone(file: Path) -
     late = find_function(ESTIMATOR, f"{file}:late")
     with pytest.raises(ConfigError, match=r"own.py:2: IndexError: list index out of range") as info:
         late(torch.ones(7), torch.zeros(7))
-    assert info.value.exit_code == 2
-    first, where, *_, last = info.value.user_traceback.splitlines()
+    crossed = pickle.loads(pickle.dumps(info.value))  # as from a worker
+    first, where, *_, last = crossed.user_traceback.splitlines()
     assert first.startswith("Traceback") and where.startswith(f'  File "{file}", line 2')
-    assert last == "IndexError: list index out of range"
+    assert crossed.exit_code == 2 and last == "IndexError: list index out of range"
 
 
 def test_an_edit_counts_from_the_next_check_on(file: Path) -> None:
