@@ -7,7 +7,7 @@ with a line for each problem. Examples: docs/python-api.md.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,6 +82,15 @@ class Method(Generic[ConfigT]):
             say_notices(parsed.notices)
         return with_snapshots(parsed.config, is_shown=is_main)
 
+    def _given(self, config: ConfigT | None, settings: Mapping[str, object]) -> ConfigT:
+        """Return the config, or one of the settings; raise ConfigError for both."""
+        if config is not None and settings:
+            raise ConfigError(
+                f"Settings stand beside a config, which is frozen: {', '.join(settings)}. Build "
+                "the config with them."
+            )
+        return self.config(**settings) if config is None else config
+
 
 class Supervised(Method[ConfigT]):
     """Supervised training with a recipe."""
@@ -101,7 +110,7 @@ class Supervised(Method[ConfigT]):
         **settings: object,
     ) -> Result:
         """Train by a config, or by settings. `trainer` is a subclass of the method's own."""
-        config = config or self.config(**settings)
+        config = self._given(config, settings)
         run = resolve_name("openrlhf.trainer.supervised_run:run_supervised")
         with stopping.listening():
             run(trainer or resolve_name(self.recipe), config, callbacks=callbacks)
@@ -136,7 +145,9 @@ class Reinforcement(Method[PPOConfig]):
         docs/reward-functions.md, called in this process; `trainer` a subclass of PPOTrainer, or of
         PPOTrainerAsync with `async_train`.
         """
-        config = config or self.config(reward=reward, **settings)
+        if config is None and reward is not None:
+            settings["reward"] = reward
+        config = self._given(config, settings)
         own_class = resolve_name("openrlhf.trainer.ppo_run:trainer_class")(config)
         if trainer and not issubclass(trainer, own_class):
             raise ConfigError(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.errors import ConfigError
 from tests.source import ROOT
 from tests.tiny import write_jsonl
 
@@ -45,6 +46,8 @@ def test_settings_are_flags_and_what_is_wrong_is_raised(names: dict) -> None:
     assert (model.loss_type, model.beta) == ("ipo", 0.1)
     assert names["config"].adam.lr == 1e-6
     assert (names["folder"] / "output/dpo/model.safetensors").is_file()
+    with pytest.raises(ConfigError, match=r"beside a config, which is frozen: beta\. Build"):
+        names["dpo"](names["config"], beta=0.2)
     assert names["problems"] == ["bta is not a known name. Did you mean --beta?"]
 
 
@@ -53,6 +56,11 @@ def test_callbacks_see_every_step_evaluation_and_save(names: dict) -> None:
     assert len(watch.rewards) == 2 and all(0 < reward <= 1 for reward in watch.rewards)
     assert watch.folders == [(1, "global_step1"), (2, "global_step2"), (2, "watched")]
     assert [step for step, _ in watch.evaluations] == [0, 2]
+
+
+def test_a_trainer_of_ones_own_adds_to_a_step(names: dict) -> None:
+    lengths = [record["shortest_prompt"] for record in names["counted"].history]
+    assert lengths and all(length > 0 for length in lengths)
 
 
 def test_the_notebook_raises_the_reward_with_an_engine_and_formulas_alone(
