@@ -34,6 +34,8 @@ from openrlhf.utils.logging import quiet_frameworks, say_notices
 from openrlhf.utils.snapshots import with_snapshots
 from openrlhf.utils.tracking import METRICS_FILE, read_metrics
 
+Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
+
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_trainer import PPOTrainer
     from openrlhf.trainer.supervised_run import Recipe
@@ -125,7 +127,7 @@ class Reinforcement(Method[PPOConfig]):
         super().__init__(PPOConfig)
         self.run = run
 
-    def config(self, *, reward: Callable[..., Any] | None = None, **settings: object) -> PPOConfig:
+    def config(self, *, reward: Reward | None = None, **settings: object) -> PPOConfig:
         """Return the config; `reward` is the function that the run will be called with."""
         if reward is not None:
             settings["remote_rm_url"] = f"callable:{getattr(reward, '__name__', 'reward')}"
@@ -136,14 +138,15 @@ class Reinforcement(Method[PPOConfig]):
         config: PPOConfig | None = None,
         /,
         *,
-        reward: Callable[..., Any] | None = None,
+        reward: Reward | None = None,
         trainer: "type[PPOTrainer] | None" = None,
         callbacks: Sequence[Callback] = (),
         **settings: object,
     ) -> Result:
         """Train by a config, or by settings. `reward` is a function in a form of
-        docs/reward-functions.md, called in this process; `trainer` a subclass of PPOTrainer, or of
-        PPOTrainerAsync with `async_train`.
+        docs/reward-functions.md, called in this process, or several that are added with
+        `reward_weights`; `trainer` is a subclass of PPOTrainer, or of PPOTrainerAsync with
+        `async_train`.
         """
         if config is None and reward is not None:
             settings["reward"] = reward
@@ -157,7 +160,11 @@ class Reinforcement(Method[PPOConfig]):
         make_trainer = partial(trainer or own_class, callbacks=callbacks)
         source = None
         if reward is not None:
-            source = CallableReward(reward, batch_size=config.rollout.micro_batch_size)
+            source = CallableReward(
+                reward,
+                weights=config.reward.weights,
+                batch_size=config.rollout.micro_batch_size,
+            )
         with stopping.listening():
             resolve_name(self.run)(config, make_trainer, reward_source=source)
         return Result(Path(config.ckpt.output_dir).resolve())

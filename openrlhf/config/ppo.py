@@ -160,6 +160,11 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
         return tuple(name for name in self._named if FUNCTION.match(name))
 
     @property
+    def is_callable(self) -> bool:
+        """Return True for functions of a Python program, which it passes itself."""
+        return (self.remote_url or "").startswith("callable:")
+
+    @property
     def _named(self) -> list[str]:
         names = (name.strip() for name in (self.remote_url or "").split(","))
         return [name for name in names if name]
@@ -176,7 +181,7 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
                 f"--reward_weights has {len(self.weights or ())} values for {len(self.functions)} "
                 "functions of --remote_rm_url. Type one weight for each function."
             )
-        elif not self.functions:
+        elif not self.functions and not self.is_callable:
             yield from super().problems()
 
 

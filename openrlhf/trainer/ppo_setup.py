@@ -198,7 +198,7 @@ def open_reward_source(config: PPOConfig, *, log_dir: Path) -> RewardSource | No
     reward, batch_size = config.reward, config.rollout.micro_batch_size
     if not reward.remote_url:
         return None
-    if reward.remote_url.startswith("callable:"):
+    if reward.is_callable:
         raise ConfigError(
             f"--remote_rm_url {reward.remote_url} is a function of a Python program. Type a .py "
             "file with it, or pass the function: ppo(config, reward=...)."
