@@ -63,6 +63,18 @@ def test_a_trainer_of_ones_own_adds_to_a_step(names: dict) -> None:
     assert lengths and all(length > 0 for length in lengths)
 
 
+def test_a_config_names_functions_of_the_program_that_the_run_must_get(
+    names: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(names["folder"])
+    ppo_local, short = names["ppo_local"], names["short_answers"]
+    both = ppo_local.config(reward=[short, short], reward_weights=(1, 0.5), **names["grpo"])
+    assert both.reward.weights == (1, 0.5)
+    config = ppo_local.config(reward=short, **names["grpo"])
+    with pytest.raises(ConfigError, match="callable:short_answers is a function of a Python prog"):
+        ppo_local(config)
+
+
 def test_the_notebook_raises_the_reward_with_an_engine_and_formulas_alone(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
