@@ -8,6 +8,8 @@ reads them.
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from typing_extensions import Self
+
 T = TypeVar("T")
 
 
@@ -17,6 +19,15 @@ class OpenRLHFError(Exception):
     """
 
     exit_code = 4
+    user_traceback = ""  # where an error in code of the user's is behind it
+
+    def in_user_code(self, user_traceback: str) -> Self:
+        """Return this error with the traceback of the user's error that is behind it, if one is:
+        then the process ends as after any other wrong input.
+        """
+        if user_traceback:
+            self.user_traceback, self.exit_code = user_traceback, ConfigError.exit_code
+        return self
 
 
 class ConfigError(OpenRLHFError):
@@ -46,6 +57,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.user_tracebacks: list[str] = []
 
     def attempt(self, read: Callable[[], T], *, about: str = "") -> T | None:
         """Return what is read, or None and note its problems; `about` says whose they are."""
@@ -55,12 +67,14 @@ class Gathered:
             first, *others = error.problems
             is_said = not others and first in self.problems
             self.problems += [] if is_said else [about + first, *others]
+            self.user_tracebacks += filter(None, [error.user_traceback])
         return None
 
     def raise_if_any(self) -> None:
         """Raise DataError with everything that was noted."""
         if self.problems:
-            raise DataError(list(dict.fromkeys(self.problems)))
+            error = DataError(list(dict.fromkeys(self.problems)))
+            raise error.in_user_code("\n".join(self.user_tracebacks))
 
 
 class RewardError(OpenRLHFError):

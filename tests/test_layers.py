@@ -21,6 +21,7 @@ LAYERS = {
     "trainer": 6,
     "serving": 6,
     "cli": 7,
+    "api": 8,
 }
 
 # Third-party libraries a module may import at its top; the longest matching name counts.
@@ -52,6 +53,7 @@ HOMES = {
     "openrlhf.trainer.ppo_trainer": {"torch", "ray"},
     "openrlhf.trainer.ray": {"torch", "ray", "psutil"},
     "openrlhf.cli": set(),
+    "openrlhf.api": set(),
 }
 LIGHT = {"openrlhf", "typing_extensions"} | set(sys.stdlib_module_names)
 

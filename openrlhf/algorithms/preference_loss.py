@@ -10,7 +10,7 @@ the whole optimizer step.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -177,7 +177,8 @@ def _log_odds(logprobs: Tensor) -> Tensor:
     return logprobs - torch.log(-torch.expm1(logprobs))
 
 
-PREFERENCE_LOSSES: dict[str, Callable[[PairLogps, PreferenceOptions], Terms]] = {
+PreferenceLoss: TypeAlias = Callable[[PairLogps, PreferenceOptions], Terms]
+PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
     "sigmoid": dpo,
     "ipo": ipo,
     "hinge": hinge,
@@ -191,12 +192,14 @@ PREFERENCE_LOSSES: dict[str, Callable[[PairLogps, PreferenceOptions], Terms]] = 
 }
 
 
-def preference_loss(name: str, pairs: PairLogps, options: PreferenceOptions) -> PreferenceTerms:
+def preference_loss(
+    loss: PreferenceLoss, pairs: PairLogps, options: PreferenceOptions
+) -> PreferenceTerms:
     """Return losses and rewards per pair, (B,) fp32; rewards are beta r where the loss compares
     with a reference.
     """
     assert options.beta > 0, "beta is a temperature"
-    losses_B, rewards = PREFERENCE_LOSSES[name](pairs, options)
+    losses_B, rewards = loss(pairs, options)
     chosen_B, rejected_B = (options.beta * reward_B.detach() for reward_B in rewards)
     return PreferenceTerms(losses_B, chosen_B, rejected_B)
 

@@ -51,6 +51,8 @@ class Command(Generic[ConfigT]):
         except OpenRLHFError as error:
             if is_debug:
                 traceback.print_exc()
+            elif error.user_traceback:
+                print(error.user_traceback, file=sys.stderr)
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
             raise SystemExit(error.exit_code) from error

@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from types import UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic.fields import FieldInfo
 from typing_extensions import Self
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Meanings = Mapping[str, object]  # typed word -> field value
 
+# A function of the user's, where the name of a built-in one may stand: `file.py:name`.
+OwnFunction = Annotated[str, StringConstraints(pattern=r"^[^:]+:\w+$")]
 SCHEME = re.compile(r"[a-z]+:")  # of `http://host` and the like, which is no path
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".arrow")
 MODELS = ("actor", "critic", "ref", "reward")  # sections whose names begin flat names

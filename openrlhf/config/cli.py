@@ -24,6 +24,7 @@ from openrlhf.config.base import (
     CommandConfig,
     Meanings,
     Option,
+    OwnFunction,
     is_given,
     value_at,
     walk,
@@ -69,14 +70,16 @@ def parse_config(
     config_class: type[ConfigT],
     argv: Sequence[str],
     *,
+    settings: Mapping[str, object] | None = None,
     more_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
 ) -> "Reading[ConfigT]":
     """Read a command line (without the program's name); raise ConfigError that lists every problem.
 
-    Those that `more_problems` finds are among them.
+    `settings` are flags of Python callers: names and values, also of sections. Those problems that
+    `more_problems` finds are among the others.
     """
     reading = Reading(config_class)
-    reading.take_all(argv)
+    reading.take_all(argv, settings)
     config = reading.config = reading.build()
     problems = [*reading.problems, *config.problems(), *more_problems(config)]
     if problems:
@@ -110,11 +113,11 @@ class Reading(Generic[ConfigT]):
     notices: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
 
-    def take_all(self, argv: Sequence[str]) -> None:
-        """Read the environment, then each `--config` file, then the flags."""
+    def take_all(self, argv: Sequence[str], settings: Mapping[str, object] | None = None) -> None:
+        """Read the environment, then each `--config` file, then the flags and settings."""
         variables = [(o.path, o.env, os.environ.get(o.env or "")) for o in walk(self.config_class)]
         self._take((path, name, [value]) for path, name, value in variables if name and value)
-        flags = list(self._flags(argv))
+        flags = [*self._flags(argv), *self._settings(settings or {})]
         for _, _, words in (flag for flag in flags if flag[0] == "config"):
             if len(words) == 1:
                 self._take(self._file(Path(words[0])))
@@ -149,12 +152,16 @@ class Reading(Generic[ConfigT]):
                 f"--config cannot be read: {path} ({reason}). Type a YAML file of `name: value`."
             )
             return
+        yield from self._settings(tree, f"{path.name}: ")
+
+    def _settings(self, tree: Mapping[str, object], about: str = "") -> Iterator[Setting]:
+        """Yield what a tree of names and values sets; `about` says whose they are."""
         for name, value in leaves(tree):
-            words = [str(part) for part in value] if isinstance(value, list) else [str(value)]
+            words = [str(p) for p in value] if isinstance(value, list | tuple) else [str(value)]
             targets = flag_table(self.config_class).get(name, ())
             if any(o.opens in LISTS or o.path.endswith("_probs") for o, _ in targets):
                 words = [",".join(words)]
-            yield name, f"{path.name}: {name}", words
+            yield name, about + name, words
 
     def _take(self, settings: Iterable[Setting]) -> None:
         """Take the settings of one source; of the same name the last one counts."""
@@ -300,7 +307,8 @@ def describe(option: Option, source: str, raw: object, detail: Mapping[str, Any]
         choices = [str(choice) for choice in option.choices]
         near = next(iter(get_close_matches(seen.lower(), choices, n=1)), "one of them")
         near = option.known_as.get(seen.lower(), near)
-        return f"{source} must be one of {', '.join(choices)}: {seen}. Type {near}."
+        own = ", or file.py:name of your own" if OwnFunction in option.kinds else ""
+        return f"{source} must be one of {', '.join(choices)}: {seen}. Type {near}{own}."
     if option.members:
         many = Ellipsis in option.members
         size = bounds.get("min_length", "one") if many else len(option.members)
@@ -413,6 +421,8 @@ def _kind(annotation: Any) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation is NoneType:
         return "none"
+    if annotation == OwnFunction:
+        return "FILE.py:NAME"
     if origin is Literal:
         return "{" + ",".join(map(str, parts)) + "}"
     if origin is tuple:

@@ -10,7 +10,16 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from openrlhf.config.base import SCHEME, Base, Caution, is_blank, is_given, option, switch
+from openrlhf.config.base import (
+    SCHEME,
+    Base,
+    Caution,
+    OwnFunction,
+    is_blank,
+    is_given,
+    option,
+    switch,
+)
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
@@ -68,12 +77,8 @@ class ActorConfig(OptimizerConfig, ModelConfig, PlacementConfig):
     """`actor.*`: the policy and its loss."""
 
     adam: AdamConfig = AdamConfig(lr=1e-6)
-    policy_loss_type: str = option(
-        "ppo",
-        "ppo, gspo, cispo, sapo, or your own function as module:name or file.py:name.",
-        opens="code",
-        pattern="^(ppo|gspo|cispo|sapo|.*:.*)$",
-        forms="one of ppo, gspo, cispo, sapo, or module:name or file.py:name of a function",
+    policy_loss_type: Literal["ppo", "gspo", "cispo", "sapo"] | OwnFunction = option(
+        "ppo", "Policy loss, or your own.", opens="code"
     )
     sapo_tau: tuple[float, float] = option((1.0, 1.05), "Steepness of SAPO's gate, good and bad.")
     eps_clip: float = option(0.2, "Clip range of the ratio.", gt=0)
@@ -155,6 +160,11 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
         return tuple(name for name in self._named if FUNCTION.match(name))
 
     @property
+    def is_callable(self) -> bool:
+        """Return True for functions of a Python program, which it passes itself."""
+        return (self.remote_url or "").startswith("callable:")
+
+    @property
     def _named(self) -> list[str]:
         names = (name.strip() for name in (self.remote_url or "").split(","))
         return [name for name in names if name]
@@ -171,7 +181,7 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
                 f"--reward_weights has {len(self.weights or ())} values for {len(self.functions)} "
                 "functions of --remote_rm_url. Type one weight for each function."
             )
-        elif not self.functions:
+        elif not self.functions and not self.is_callable:
             yield from super().problems()
 
 
@@ -237,10 +247,11 @@ class VLLMConfig(Base):
 class AdvantageConfig(Base):
     """`algo.advantage.*`: from rewards to advantages."""
 
-    estimator: Estimator = option(
+    estimator: Estimator | OwnFunction = option(
         "gae",
-        "Advantage estimator: gae is PPO, group_norm GRPO, reinforce REINFORCE++.",
+        "Advantage estimator: gae is PPO, group_norm GRPO, reinforce REINFORCE++; or your own.",
         "advantage_estimator",
+        opens="code",
         known_as=KNOWN_AS,
         at_resume="refused",
     )
@@ -383,7 +394,9 @@ class PPOTrainConfig(TrainConfig):
     partial_rollout_enable: bool = switch(
         "Weights change under running samples instead of after them.", "partial_rollout"
     )
-    agent_func_path: str | None = option(None, "A .py file with AgentExecutor.", opens="file")
+    agent_func_path: str | None = option(
+        None, "A .py file with AgentExecutor, or file.py:name of an environment.", opens="code"
+    )
     agent_timeout_s: float = option(3600.0, "Seconds for an agent's whole episode.", gt=0)
 
 
@@ -475,8 +488,11 @@ class PPOConfig(RunConfig):
 
     @property
     def has_group_estimator(self) -> bool:
-        """Return True if rewards are compared within the samples of a prompt."""
-        return self.algo.advantage.estimator in GROUP_ESTIMATORS
+        """Return True if rewards are compared within the samples of a prompt, or may be: in a
+        function of the user's.
+        """
+        name = self.algo.advantage.estimator
+        return name in GROUP_ESTIMATORS or ":" in name
 
     @property
     def has_critic(self) -> bool:
@@ -567,7 +583,7 @@ class PPOConfig(RunConfig):
         estimator, gamma = self.algo.advantage.estimator, self.algo.advantage.gamma
         prompts, group = self.rollout.batch_size, self.rollout.n_samples_per_prompt
         batch_size, num_samples = self.train.batch_size, prompts * group
-        if self.has_group_estimator and group == 1:
+        if estimator in GROUP_ESTIMATORS and group == 1:
             yield (
                 f"--advantage_estimator {estimator} compares the samples of a prompt, and "
                 f"--n_samples_per_prompt is 1. Type --n_samples_per_prompt {DEFAULT_GROUP_SIZE} "

@@ -8,7 +8,7 @@ users type.
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from openrlhf.config.base import Base, is_given, option, switch
+from openrlhf.config.base import Base, OwnFunction, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
@@ -145,7 +145,9 @@ class RMConfig(SupervisedConfig):
 class DPOModelConfig(ModelConfig):
     """`model.*` of train_dpo."""
 
-    loss_type: PreferenceLossName = option("sigmoid", "Preference loss.")
+    loss_type: PreferenceLossName | OwnFunction = option(
+        "sigmoid", "Preference loss, or your own.", opens="code"
+    )
     ipo_enable: bool = switch("The same as --loss_type ipo.", "ipo")
     beta: float = option(0.1, "Strength of the preference.", gt=0)
     label_smoothing: float = option(
@@ -200,9 +202,10 @@ class DPOConfig(SupervisedConfig):
         yield from super().problems()
         value, loss_type = self.model.label_smoothing, self.model.loss_type
         smoothing, loss = f"--label_smoothing {value}", f"--loss_type {loss_type}"
+        is_own = ":" in loss_type
         yield from clashes(
             ("--ipo", loss, self.model.ipo_enable and loss_type != "ipo"),
-            (smoothing, loss, value > 0 and loss_type not in SMOOTHED_LOSSES),
+            (smoothing, loss, value > 0 and loss_type not in SMOOTHED_LOSSES and not is_own),
             (smoothing, loss, value == 0 and loss_type == "exo_pair"),
         )
 

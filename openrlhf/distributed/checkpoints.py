@@ -90,7 +90,7 @@ class CheckpointStore:
         by step, so they must not stand among its own.
         """
         later = [step for step in self.steps() if step > after_step]
-        return folders.move_aside(self.root, [path for step in later for path in self._kept(step)])
+        return folders.move_aside(self.root, [path for step in later for path in self.kept(step)])
 
     def set_best_aside(self) -> Path | None:
         """Move the best model away, which is one by another metric or of another run."""
@@ -135,7 +135,7 @@ class CheckpointStore:
         for number, step in enumerate(reversed(self.steps())):
             kept_bytes += self.num_bytes(step)
             if number and (number >= self.max_num or kept_bytes > self.max_gib * GIB):
-                for path in self._kept(step):
+                for path in self.kept(step):
                     folders.remove(path)
 
     def find(self, step: int) -> Path | None:
@@ -159,9 +159,10 @@ class CheckpointStore:
 
     def num_bytes(self, step: int) -> int:
         """Return the size of what is kept of a step."""
-        return sum(map(folders.num_bytes, self._kept(step)))
+        return sum(map(folders.num_bytes, self.kept(step)))
 
-    def _kept(self, step: int) -> list[Path]:
+    def kept(self, step: int) -> list[Path]:
+        """Return the folders of a step that exist, the best model's apart: states, then model."""
         return [path for path in self.folders(step)[:2] if path.is_dir()]
 
     def _seal(self, staged: Path) -> Path:

@@ -24,7 +24,9 @@ from openrlhf.rewards.base import (
 from openrlhf.utils.user_code import (
     accepted,
     blaming,
+    defined_at,
     load_module,
+    member,
     public_names,
     split_name,
     takes_any,
@@ -192,11 +194,7 @@ def _parts_at(place: str, weight: float, load: Callable[[str], ModuleType]) -> I
     file, name = split_name(place)
     module = load(file)
     if name:
-        function = getattr(module, name, None)
-        if not callable(function):
-            known = ", ".join(public_names(module)) or "nothing public"
-            raise ConfigError(f"{file} has no {name}; found: {known}. Define {name} in it.")
-        yield Part(function, file, name, weight)
+        yield Part(member(module, name, file), file, name, weight)
         return
     functions = _functions(module, file)
     own = _weights(module, file, len(functions))
@@ -229,9 +227,9 @@ def _check_form(part: Part) -> None:
     """Raise ConfigError for a function that cannot be called in a known form."""
     if not _takes_queries(part.function) and not _wants_completions(part.function):
         raise ConfigError(
-            f"{part.file}: {_name(part.function)}{inspect.signature(part.function)} cannot be "
-            "called. Write reward_func(queries, prompts, labels) or f(prompts, completions, "
-            "**columns)."
+            f"{defined_at(part.file, part.function)}: {_name(part.function)}"
+            f"{inspect.signature(part.function)} cannot be called. Write reward_func(queries, "
+            "prompts, labels) or f(prompts, completions, **columns)."
         )
 
 

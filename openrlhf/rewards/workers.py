@@ -119,7 +119,7 @@ class Worker:
         if reply.pop("is_full", False):
             await self.kill()
         if "error" in reply:
-            raise RewardError(reply["error"])
+            raise RewardError(reply["error"]).in_user_code(reply["user_traceback"])
         return checked_result(reply, batch=batch, source=self.path)
 
     async def kill(self) -> None:
@@ -158,7 +158,7 @@ class Worker:
                 f"{self.path}: the file {error} while it was imported.{self._log_hint}"
             ) from error
         if "problems" in reply:
-            raise ConfigError(reply["problems"])
+            raise ConfigError(reply["problems"]).in_user_code(reply["user_traceback"])
 
     async def _ask(self, batch: RewardBatch, limit_s: float, flag: str = "") -> dict[str, Any]:
         """Return the reply to a batch; else end the process and raise EOFError or TimeoutError."""
@@ -226,11 +226,11 @@ def main(number: str, path: str, weights: str, memory_bytes: str, parent: str) -
             function = function or UserFunctions.load(path, json.loads(weights))
             reply = asdict(function.answer(batch)) if len(batch) else {}
         except ConfigError as error:
-            reply = {"problems": error.problems}
+            reply = {"problems": error.problems, "user_traceback": error.user_traceback}
         except RewardError as error:
-            reply = {"error": str(error)}
+            reply = {"error": str(error), "user_traceback": error.user_traceback}
             if isinstance(error.__cause__, MemoryError):
-                reply = {"error": f"{error} (--reward_memory_gib)", "is_full": True}
+                reply |= {"error": f"{error} (--reward_memory_gib)", "is_full": True}
         if os.getpid() != own_pid:  # a copy that the function forked: it has no say
             os._exit(0)
         connection.settimeout(None)  # whatever default the user's code has set

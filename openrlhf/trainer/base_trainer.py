@@ -26,6 +26,7 @@ from openrlhf.errors import ConfigError, NumericsError
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
+from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.logging import RunClock, eval_line, notice, step_line, warn
 from openrlhf.utils.metrics import Metrics, merged, standard_errors
 from openrlhf.utils.packing import Batch
@@ -92,6 +93,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             self.model.gradient_checkpointing_enable(config.model.gradient_checkpointing_reentrant)
         self.engine = strategy.prepare_train(self.model, config, num_updates=self.num_updates)
         self.tracker: Tracker = NullTracker()
+        self.callbacks: Sequence[Callback] = ()
         self.global_step = 0
         self.num_bad_steps = 0  # in a row
         self.pending = Metrics()  # of the steps since the last line that was logged
@@ -173,10 +175,14 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.clock = RunClock(self.global_step)
         with progress("training", self.num_updates) as advance:
             for rows in self.batches_left():
-                self.pending.merge(self.train_step(rows))
+                metrics = self.train_step(rows)
+                self.pending.merge(metrics)
                 self.global_step += 1
                 if self.is_due(self.config.logger.logging_steps):
                     self._log()
+                values = self._reduced(metrics) if self.callbacks else {}
+                for callback in self.callbacks:
+                    callback.on_step_end(self, self.global_step, values)
                 self._evaluate_if_due()
                 if after_step is not None:
                     after_step()
@@ -315,6 +321,8 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         if self.strategy.is_main:
             notice(eval_line(self.global_step, values))
             self.tracker.log(self.global_step, values)
+        for callback in self.callbacks:
+            callback.on_evaluate(self, self.global_step, values)
 
     def _log(self) -> None:
         values = self._reduced(self.pending)

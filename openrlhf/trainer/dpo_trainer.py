@@ -17,6 +17,7 @@ from openrlhf.models.actor import TokenStats
 from openrlhf.trainer.base_trainer import Inputs, add_means, check_same_tokens
 from openrlhf.trainer.preference import PreferenceBatch, ReferencedTrainer, by_side, pack_pairs
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.own_functions import PREFERENCE_LOSS, check_function, find_function
 from openrlhf.utils.tokenizer import Tokenizer
 
 
@@ -29,7 +30,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
     def __init__(self, config: DPOConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         super().__init__(config, inputs, strategy)
         model = config.model
-        self.loss_type = model.loss_type
+        self.loss = find_function(PREFERENCE_LOSS, model.loss_type)
         self.options = PreferenceOptions(
             beta=model.beta,
             label_smoothing=model.label_smoothing,
@@ -42,7 +43,10 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
 
     @classmethod
     def check(cls, config: DPOConfig, tokenizer: Tokenizer) -> None:
-        """Raise ConfigError unless another reference has the policy's tokens."""
+        """Raise ConfigError unless the user's own loss works, and another reference has the
+        policy's tokens.
+        """
+        check_function(PREFERENCE_LOSS, config.model.loss_type)
         for path in cls.other_models(config):
             check_same_tokens(
                 tokenizer, path, "--ref_pretrain", remote_code=config.trust_remote_code
@@ -74,7 +78,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
             None if ref_sums is None else by_side(ref_sums),
         )
         chosen_B, rejected_B = pairs.sums_2B
-        terms = preference_loss(self.loss_type, pairs, self.options)
+        terms = preference_loss(self.loss, pairs, self.options)
         metrics = Metrics()
         means = {
             "loss": terms.losses_B,

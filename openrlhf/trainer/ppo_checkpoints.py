@@ -7,7 +7,7 @@ has to be shared.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +146,14 @@ class RunState:
             return self.kept != self.state_dict()
         return self.global_step % self.opened.config.save_steps == 0
 
-    def save_last(self) -> str:
-        """Save a run that was asked to stop, between two steps; return what became of it and how
-        to go on.
+    def save_last(self, save: Callable[[], bool]) -> str:
+        """Save a run that was asked to stop, between two steps, by calling `save`; return what
+        became of it and how to go on.
         """
         if self.global_step == 0:
             return "no step is done, and nothing was saved"
         is_saved = self.kept == self.state_dict()
-        outcome = self.opened.save_last(lambda: is_saved or self.save())
+        outcome = self.opened.save_last(lambda: is_saved or save())
         return f"step {self.global_step} is done, {outcome}"
 
     def save(self) -> bool:

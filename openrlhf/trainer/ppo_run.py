@@ -18,6 +18,7 @@ from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
 from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
+from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.agents.episodes import agent_rollouts, agent_setup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import Rollouts
@@ -46,22 +47,46 @@ from openrlhf.utils.tracking import make_tracker
 
 Groups = Mapping[str, WorkerGroup]  # by role
 OpenCluster = Callable[..., AbstractContextManager[Cluster]]
+MakeTrainer = Callable[..., PPOTrainer]
 
 
-def run_ppo_ray(config: PPOConfig) -> None:
-    """Train on a Ray cluster: the one there is, else one started on this machine."""
-    _prepare_and_run(config, ray_cluster, has_engines=config.vllm.num_engines != 0)
+def run_ppo_ray(
+    config: PPOConfig,
+    make_trainer: MakeTrainer | None = None,
+    *,
+    reward_source: RewardSource | None = None,
+) -> None:
+    """Train on a Ray cluster: the one there is, else one started on this machine.
+
+    A program may bring its own trainer, and the rewards that the config does not name a source of.
+    """
+    inputs = prepare_inputs(
+        config, has_engines=config.vllm.num_engines != 0, reward_source=reward_source
+    )
+    _open_and_run(config, inputs, ray_cluster, make_trainer)
 
 
-def run_ppo_local(config: PPOConfig) -> None:
-    """Train in this process, without Ray."""
+def run_ppo_local(
+    config: PPOConfig,
+    make_trainer: MakeTrainer | None = None,
+    *,
+    reward_source: RewardSource | None = None,
+) -> None:
+    """Train in this process, without Ray; with its own parts as `run_ppo_ray`."""
     check_runs_without_ray(config)
     check_here(config.ds)  # on Ray each worker looks at its own machine
-    _prepare_and_run(config, local_cluster, has_engines=bool(config.vllm.num_engines))
+    inputs = prepare_inputs(
+        config, has_engines=bool(config.vllm.num_engines), reward_source=reward_source
+    )
+    _open_and_run(config, inputs, local_cluster, make_trainer)
 
 
-def _prepare_and_run(config: PPOConfig, open_cluster: OpenCluster, *, has_engines: bool) -> None:
-    inputs = prepare_inputs(config, has_engines=has_engines)
+def _open_and_run(
+    config: PPOConfig,
+    inputs: RunInputs,
+    open_cluster: OpenCluster,
+    make_trainer: MakeTrainer | None,
+) -> None:
     source = inputs.reward_source
     with closing(source) if source else nullcontext(), holding_folders(config.ckpt):
         redirect_framework_logs(inputs.run_dir, "driver")
@@ -75,10 +100,21 @@ def _prepare_and_run(config: PPOConfig, open_cluster: OpenCluster, *, has_engine
             run_dir=str(inputs.run_dir.resolve()),
             resume_step=opened.resume_step or 0,
         ) as cluster:
-            _run(config, inputs, cluster, opened)
+            _run(config, inputs, cluster, opened, make_trainer or trainer_class(config))
 
 
-def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunCheckpoints) -> None:
+def trainer_class(config: PPOConfig) -> type[PPOTrainer]:
+    """Return the trainer of a run."""
+    return PPOTrainerAsync if config.train.async_enable else PPOTrainer
+
+
+def _run(
+    config: PPOConfig,
+    inputs: RunInputs,
+    cluster: Cluster,
+    opened: RunCheckpoints,
+    make_trainer: MakeTrainer,
+) -> None:
     groups, engines = cluster.groups, cluster.engines
     phases = DevicePhases(
         engines,
@@ -95,7 +131,7 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
     rollouts = rollouts_of(config, inputs, cluster, phases)
     opened.clear_folder(inputs.run_dir, config)
     settings, resume_step = config.model_dump(mode="json"), opened.resume_step
-    trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(
+    trainer = make_trainer(
         config,
         inputs,
         cluster,
@@ -116,6 +152,8 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
         export_final(partial(groups[role].call, TrainedWorker.export), Path(folder))
     opened.note_finished(inputs.run_dir, state.global_step)
     say_saved(inputs.run_dir)
+    for callback in trainer.callbacks:
+        callback.on_save(trainer, state.global_step, inputs.run_dir)
     trainer.say_evaluations()
 
 

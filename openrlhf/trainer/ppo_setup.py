@@ -27,11 +27,11 @@ from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rewards.workers import FunctionPool
 from openrlhf.rollout.agents.worker import load_agent
 from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
-from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, reads_tokens_of
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.logging import say_notices
+from openrlhf.utils.own_functions import ESTIMATOR, POLICY_LOSS, check_function
 from openrlhf.utils.tokenizer import Tokenizer, TokenTexts, eos_token_ids
 
 if TYPE_CHECKING:
@@ -66,7 +66,11 @@ def prepare_inputs(
     `reward_source` that is open already, that of the config is opened.
     """
     gathered, run_dir = Gathered(), Path(config.ckpt.output_dir)
-    gathered.attempt(lambda: check_policy_loss(config.actor.policy_loss_type))
+    for formula, name in (
+        (ESTIMATOR, config.algo.advantage.estimator),
+        (POLICY_LOSS, config.actor.policy_loss_type),
+    ):
+        gathered.attempt(partial(check_function, formula, name))
     if has_engines:
         instead = "--vllm_num_engines 0: then the policy generates itself"
         gathered.attempt(lambda: check_vllm_is_installed(instead=instead))
@@ -196,6 +200,11 @@ def open_reward_source(config: PPOConfig, *, log_dir: Path) -> RewardSource | No
     reward, batch_size = config.reward, config.rollout.micro_batch_size
     if not reward.remote_url:
         return None
+    if reward.is_callable:
+        raise ConfigError(
+            f"--remote_rm_url {reward.remote_url} is a function of a Python program. Type a .py "
+            "file with it, or pass the function: ppo(config, reward=...)."
+        )
     if not reward.functions:
         return RemoteReward(
             reward.remote_url,

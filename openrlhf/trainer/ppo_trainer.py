@@ -29,6 +29,7 @@ from openrlhf.trainer.ppo_utils.worker_group import Forward
 from openrlhf.trainer.ray.cluster import Cluster
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.utils import stopping
+from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.logging import (
     RunClock,
     eval_line,
@@ -61,10 +62,12 @@ class PPOTrainer:
         rollouts: Rollouts,
         state: RunState,
         tracker: Tracker,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config, self.inputs, self.rollouts = config, inputs, rollouts
         self.groups, self.engines = cluster.groups, cluster.engines
         self.state, self.phases, self.tracker = state, state.phases, tracker
+        self.callbacks = callbacks
         self.num_steps = len(inputs.updates)  # at most
         self.forwards = forwards
         # Half precision rounds.
@@ -103,6 +106,8 @@ class PPOTrainer:
                     state.unlogged.merge(metrics)
                 continue
             self.report(state.global_step, metrics, rollouts, experience)
+            for callback in self.callbacks:
+                callback.on_step_end(self, state.global_step, self.values_of(metrics))
             every = self.config.eval.steps
             if self.is_over or (every > 0 and state.global_step % every == 0):
                 self.evaluate(state.global_step)
@@ -160,7 +165,7 @@ class PPOTrainer:
         for engine in self.engines:  # they may be at work, and are not needed any more
             engine.call(VLLMEngine.shutdown)
         self.phases.engines.clear()
-        outcome = self.state.save_last()
+        outcome = self.state.save_last(self.save)
         self.tracker.close()
         raise stopping.Interrupted(outcome)
 
@@ -266,9 +271,16 @@ class PPOTrainer:
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Save a checkpoint every `--save_steps`, and of the end."""
         if self.state.is_due(is_last=is_last):
-            self.state.save()
+            self.save()
             if self.phases.needs_weights:
                 self.broadcast_to_vllm()
+
+    def save(self) -> bool:
+        """Save a checkpoint; return True if it was saved."""
+        is_saved, step = self.state.save(), self.state.global_step
+        for callback in self.callbacks if is_saved else ():
+            callback.on_save(self, step, self.state.opened.store.kept(step)[-1])
+        return is_saved
 
     def evaluate(self, global_step: int) -> None:
         """Log pass@n and pass@1 on the evaluation prompts; keep the best model."""
@@ -294,6 +306,8 @@ class PPOTrainer:
         notice(eval_line(global_step, values))
         count = self.config.logger.print_samples
         show_samples(f"eval at step {global_step}", samples.rollouts, count, file=file)
+        for callback in self.callbacks:
+            callback.on_evaluate(self, global_step, values)
         if (name := inputs.pass_rate) in values:
             self.state.note_evaluation(name, {"step": global_step} | values)
 

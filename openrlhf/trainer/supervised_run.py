@@ -5,6 +5,7 @@ model is loaded.
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from openrlhf.models.support import check_here, num_positions
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, num_updates
 from openrlhf.utils import stopping
 from openrlhf.utils.adapter_folder import base_of_adapter
+from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.logging import (
     format_count,
     notice,
@@ -61,14 +63,16 @@ Recipe = type[BaseTrainer[Any, Any]]
 MODEL = "model"  # the engine's folder in a checkpoint
 
 
-def run_supervised(recipe: Recipe, config: ConfigT) -> None:
+def run_supervised(recipe: Recipe, config: ConfigT, *, callbacks: Sequence[Callback] = ()) -> None:
     """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
     topology = Topology.from_env(local_rank=config.local_rank)
     with holding_folders(config.ckpt) if topology.is_main else nullcontext():
-        _run(recipe, config, topology)
+        _run(recipe, config, topology, callbacks)
 
 
-def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
+def _run(
+    recipe: Recipe, config: ConfigT, topology: Topology, callbacks: Sequence[Callback]
+) -> None:
     run_dir = Path(config.ckpt.output_dir)
     redirect_framework_logs(run_dir, f"{recipe.name}-{topology.rank}")
     if not topology.is_main:
@@ -85,6 +89,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
         shut_down()
         return
     trainer = recipe(config, inputs, strategy)
+    trainer.callbacks = callbacks
     check_room(hf_model_of(trainer.model), run_dir)
     if strategy.is_main:
         told = config.model_dump(mode="json")
@@ -110,6 +115,8 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
         opened.note_finished(run_dir, trainer.global_step)
         say_saved(run_dir)
         checkpointer.say_outcome()
+    for callback in callbacks:
+        callback.on_save(trainer, trainer.global_step, run_dir)
     shut_down()
 
 
@@ -258,9 +265,12 @@ class Checkpointer:
             "world_size": self.num_ranks,
             "place": f"step {step}, epoch {epoch + 1}, {num_samples} samples into it",
         }
-        return self.checkpoints.save(
+        is_saved = self.checkpoints.save(
             step, write=self._write, export=self.trainer.export, state=state
         )
+        for callback in self.trainer.callbacks if is_saved else ():
+            callback.on_save(self.trainer, step, self.checkpoints.store.kept(step)[-1])
+        return is_saved
 
     def _write(self, folder: Path) -> None:
         self.trainer.engine.save_states(folder / MODEL)

@@ -1,5 +1,6 @@
-"""A user's Python file (reward function, agent): loaded as a module of its own, its numbers as
-training can hold them, its exceptions in one line.
+"""A user's Python file (reward function, agent, loss): loaded as a module of its own, its functions
+held against what they are called with, its numbers as training can hold them, its exceptions in
+one line and with its own traceback.
 """
 
 import hashlib
@@ -8,6 +9,7 @@ import importlib.util
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +29,8 @@ def blaming(path: str | Path, error_type: type[OpenRLHFError]) -> Iterator[None]
         yield
     except (Exception, SystemExit) as error:
         where = user_line(path, error) or str(path)
-        raise error_type(f"{where}: {in_words(error)}") from error
+        blamed = error_type(f"{where}: {in_words(error)}")
+        raise blamed.in_user_code(user_traceback(path, error)) from error
 
 
 def split_name(where: str | Path) -> tuple[str, str]:
@@ -66,11 +69,43 @@ def import_function(where: str) -> Callable[..., object]:
         module = load_module(place) if is_file else importlib.import_module(place)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{where} cannot be imported: {error}. Type module:name.") from error
+    return member(module, name, place)
+
+
+def member(module: ModuleType, name: str, place: str) -> Callable[..., object]:
+    """Return the function or class of this name; raise ConfigError that lists what there is."""
     found = getattr(module, name, None)
     if not callable(found):
         known = ", ".join(public_names(module)) or "nothing public"
         raise ConfigError(f"{place} has no {name}; found: {known}. Define {name} in it.")
     return found
+
+
+def check_signature(
+    function: Callable[..., object], like: Callable[..., object], *, path: str | Path
+) -> None:
+    """Raise ConfigError, with the line of its definition, unless a function of the file at `path`
+    can be called with what `like` takes.
+    """
+    wanted = inspect.signature(like)
+    parameters = [p.replace(annotation=p.empty) for p in wanted.parameters.values()]
+    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    own, name = inspect.signature(function), getattr(function, "__name__", str(function))
+    try:
+        own.bind(*by_place, **dict.fromkeys(by_name))
+    except TypeError as error:
+        raise ConfigError(
+            f"{defined_at(path, function)}: {name}{own} cannot be called as it will be: {error}. "
+            f"Write {name}{inspect.Signature(parameters)}."
+        ) from None
+
+
+def defined_at(path: str | Path, function: Callable[..., object]) -> str:
+    """Return `file:line` of a function's definition; the file alone of other callables."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file, _ = split_name(path)
+    return file if code is None else f"{file}:{code.co_firstlineno}"
 
 
 def takes_any(function: Callable[..., object]) -> bool:
@@ -98,7 +133,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 def file_of(path: str | Path) -> str:
     """Return the file of a path as tracebacks name it."""
-    return str(Path(path).expanduser().resolve())
+    return str(Path(split_name(path)[0]).expanduser().resolve())
 
 
 def in_words(error: BaseException) -> str:
@@ -117,7 +152,15 @@ def user_line(path: str | Path, error: BaseException) -> str | None:
     file = file_of(path)
     frames = walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == file]
-    return f"{path}:{lines[-1]}" if lines else None
+    return f"{split_name(path)[0]}:{lines[-1]}" if lines else None
+
+
+def user_traceback(path: str | Path, error: BaseException) -> str:
+    """Return the traceback of an error from the first line of the user's file on."""
+    file, frames = file_of(path), error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != file:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def as_float32(value: float) -> float:

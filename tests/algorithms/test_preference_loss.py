@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from openrlhf.algorithms.preference_loss import (
+    PREFERENCE_LOSSES,
     PairLogps,
     PreferenceOptions,
     kto_kl_sum,
@@ -28,7 +29,9 @@ def make_pairs(sums, *, reference=REFERENCE, lengths=(2, 4)):
 
 
 def losses_of(name, pairs, **options):
-    return preference_loss(name, pairs, PreferenceOptions(**options)).losses_B.tolist()
+    return preference_loss(
+        PREFERENCE_LOSSES[name], pairs, PreferenceOptions(**options)
+    ).losses_B.tolist()
 
 
 BY_HAND = {
@@ -70,7 +73,9 @@ def test_losses_with_a_reference_by_hand(case):
 
 @pytest.mark.parametrize("name", sorted(BY_HAND.keys() - {"cdpo", "ipo per token"}))
 def test_rewards_with_a_reference_are_beta_times_the_ratio(name):
-    terms = preference_loss(name, make_pairs(REFERENCE + RATIOS), PreferenceOptions(beta=0.5))
+    terms = preference_loss(
+        PREFERENCE_LOSSES[name], make_pairs(REFERENCE + RATIOS), PreferenceOptions(beta=0.5)
+    )
     assert terms.chosen_reward_B.tolist() == pytest.approx([log(3), 0, log(3)], abs=1e-6)
     assert terms.rejected_reward_B.tolist() == pytest.approx([0, log(3), log(3)], abs=1e-6)
 
@@ -79,13 +84,13 @@ def test_simpo_compares_means_per_token_with_a_margin_by_hand():
     # means -1 and -1 - log(3) / 2
     pairs = make_pairs(torch.tensor([[-2.0], [-4 - 2 * log(3)]]), reference=None)
     options = PreferenceOptions(beta=2.0, simpo_gamma=log(9))
-    found = [value.item() for value in preference_loss("simpo", pairs, options)]
+    found = [value.item() for value in preference_loss(PREFERENCE_LOSSES["simpo"], pairs, options)]
     assert found == pytest.approx([WRONG, -2.0, -2 - log(3)])
 
 
 def test_cpo_adds_the_likelihood_of_the_chosen_response_by_hand():
     pairs = make_pairs(torch.tensor([[-2.0], [-2 - log(9)]]), reference=None)
-    terms = preference_loss("cpo", pairs, PreferenceOptions(beta=0.5))
+    terms = preference_loss(PREFERENCE_LOSSES["cpo"], pairs, PreferenceOptions(beta=0.5))
     found = [value.item() for value in terms]
     assert found == pytest.approx([RIGHT + 1, -1.0, -1 - log(3)])
 
@@ -93,7 +98,7 @@ def test_cpo_adds_the_likelihood_of_the_chosen_response_by_hand():
 def test_orpo_compares_odds_by_hand():
     # probabilities per token 3/4 and 1/2: odds 3 and 1
     pairs = make_pairs(torch.tensor([[2 * log(3 / 4)], [4 * log(1 / 2)]]), reference=None)
-    terms = preference_loss("orpo", pairs, PreferenceOptions(beta=0.5))
+    terms = preference_loss(PREFERENCE_LOSSES["orpo"], pairs, PreferenceOptions(beta=0.5))
     found = [value.item() for value in terms]
     assert found == pytest.approx([RIGHT + 0.5 * RIGHT, 0.5 * log(3), 0.0], abs=1e-6)
 

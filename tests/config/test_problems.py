@@ -76,13 +76,13 @@ PPO_PROBLEMS = [
      "'retry(5)'."),
     ("--advantage_estimator grpo",
      f"--advantage_estimator must be one of {', '.join(get_args(Estimator))}: grpo. Type "
-     "group_norm."),
+     "group_norm, or file.py:name of your own."),
     ("--report_to slack",
      "--report_to is unknown: slack. Type one of wandb, all, tensorboard, none."),
     ("--qqqq 1", "--qqqq is not a known name. --help lists all of them."),
     ("--policy_loss_type PPO",
-     "--policy_loss_type cannot be PPO: it is not known. Type one of ppo, gspo, cispo, sapo, or "
-     "module:name or file.py:name of a function."),
+     "--policy_loss_type must be one of ppo, gspo, cispo, sapo: PPO. Type ppo, or file.py:name of "
+     "your own."),
     ("--is_correction_level seq --is_correction_gating tv",
      "--is_correction_gating tv is at most 1, and --is_correction_threshold 5 lets everything "
      "pass. Type --is_correction_threshold 0.1."),

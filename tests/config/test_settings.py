@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.config.base import CommandConfig, Option, is_given, value_at, walk
+from openrlhf.config.base import CommandConfig, Option, OwnFunction, is_given, value_at, walk
 from openrlhf.config.cli import Reading, flag_table, parse_config
 from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.ppo import PPOConfig
@@ -65,7 +65,8 @@ def described(config_class: type[CommandConfig]) -> Iterator[str]:
     config = defaults(config_class)
     for option in walk(config_class):
         default = TIME.sub("TIME", repr(value_at(config, option.path)))
-        kind = str(option.field.annotation).replace("typing.", "").removeprefix("<class '")
+        kind = str(option.field.annotation).replace(str(OwnFunction), "OwnFunction")
+        kind = kind.replace("typing.", "").removeprefix("<class '")
         others = sorted(f"--{name}" for name in dict(option.names) if name != option.path)
         line = f"--{option.path}: {kind.removesuffix(chr(39) + '>')} = {default}"
         yield " ".join([line, *others])
@@ -157,6 +158,7 @@ PPO_TREES = [
     ("--advantage_estimator reinforce", "rollout.n_samples_per_prompt", 1),
     ("--advantage_estimator rloo", "rollout.n_samples_per_prompt", 8),
     ("--advantage_estimator group_norm", "rollout.n_samples_per_prompt", 8),
+    ("--advantage_estimator own.py:shape", "rollout.n_samples_per_prompt", 8),
     ("--max_len 2048 --generate_max_len 1500", "data.prompt_max_len", 548),
     ("--max_len 512", "rollout.max_new_tokens", 256),
     ("--max_len 512 --prompt_max_len 100", "rollout.max_new_tokens", 412),

@@ -40,20 +40,26 @@ def error_of(
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "message", "code"),
     [
-        ("time.sleep(1e6)", "did not end in 2 s (--reward_timeout_s)"),
-        ("return {'rewards': [float('nan')] * len(queries)}", "nan"),
+        ("time.sleep(1e6)", "did not end in 2 s (--reward_timeout_s)", 3),
+        ("return {'rewards': [float('nan')] * len(queries)}", "nan", 3),
+        ("labels[9]", "unruly.py:6: IndexError: list index out of range", 2),
     ],
 )
 def test_a_reward_that_cannot_be_had_ends_the_run_before_it_trains(
-    values: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, message: str
+    values: dict,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+    message: str,
+    code: int,
 ) -> None:
-    code = tmp_path / "unruly.py"
-    code.write_text(UNRULY.format(what=what))
+    file = tmp_path / "unruly.py"
+    file.write_text(UNRULY.format(what=what))
     flags = FLAGS + "--reward_timeout_s 2 --reward_num_workers 2 --max_samples 4"
-    exit_code, error = error_of(capsys, flags, remote_rm_url=code, rollout_batch_size="4", **values)
-    assert exit_code == 3 and message in error
+    exit_code, error = error_of(capsys, flags, remote_rm_url=file, rollout_batch_size="4", **values)
+    assert exit_code == code and message in error
     assert steps_of(tmp_path / "run") == []
 
 

@@ -203,7 +203,7 @@ def test_a_callable_scores_in_this_process_and_may_hold_anything():
     failing = CallableReward(lambda queries, prompts, labels: [1 / 0])
     with pytest.raises(RewardError, match=r"test_function\.py:\d+: ZeroDivisionError"):
         failing.submit(batch_of(1)).result(timeout=10)
-    with pytest.raises(ConfigError, match=r"test_function\.py: <lambda>\(a\) cannot be called"):
+    with pytest.raises(ConfigError, match=r"test_function\.py:\d+: <lambda>\(a\) cannot be called"):
         CallableReward(lambda a: [1.0])
     for one in (source, failing):
         one.close()

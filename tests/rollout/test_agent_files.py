@@ -242,6 +242,23 @@ def test_the_agent_file_that_users_start_from_runs_as_it_is(source, tmp_path, ti
         assert "[CORRECT]" not in text  # nothing is sampled behind the last word
 
 
+BASE = "from openrlhf.utils.agent import AgentInstanceBase"
+
+
+def test_a_class_of_several_is_named(tmp_path):
+    file = tmp_path / "agents.py"
+    both = [f"class {name}(AgentInstanceBase):\n    def step(self, states): ..." for name in "AB"]
+    run = "class C:\n    async def execute(self, prompt, label, sampling_params): ..."
+    file.write_text("\n".join([BASE, *both, run]))
+    loaded = [load_agent(f"{file}:{name}") for name in "ABC"]
+    assert [
+        (executor and executor.__name__, instance and instance.__name__)
+        for executor, instance in loaded
+    ] == [(None, "A"), (None, "B"), ("C", None)]
+    with pytest.raises(ConfigError, match=r"agents.py has no D; found: A, B, C"):
+        load_agent(f"{file}:D")
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -256,7 +273,12 @@ def test_the_agent_file_that_users_start_from_runs_as_it_is(source, tmp_path, ti
             "    async def execute(self, prompt, label, sampling_params): ...",
             "AgentExecutor.__init__: missing a required argument: 'tools'",
         ),
-        ("class AgentInstance:\n    pass", "AgentInstance is no AgentInstanceBase"),
+        (
+            f"{BASE}\nclass AgentInstance(AgentInstanceBase):\n    def step(self): ...",
+            "agent.py:3: step(self) cannot be called as it will be: too many positional arguments",
+        ),
+        (f"{BASE}\nclass AgentInstance(AgentInstanceBase): ...", "AgentInstance has no step"),
+        ("class AgentInstance:\n    pass", "write class AgentInstance(AgentInstanceBase)"),
         ("1 / 0", "ZeroDivisionError"),
     ],
 )

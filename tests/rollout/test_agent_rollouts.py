@@ -61,7 +61,8 @@ def test_a_failed_episode_ends_the_run_by_default(tmp_path, tiny_tokenizer):
     with pytest.raises(AgentError, match=re.escape("row 2: exception: ")) as info:
         generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2)
     assert "agent_func.py:7: ValueError: bad prompt" in str(info.value)
-    assert info.value.exit_code == 3
+    assert info.value.exit_code == 2
+    assert info.value.user_traceback.splitlines()[-1] == "ValueError: bad prompt"
 
 
 def test_groups_with_failures_are_dropped_and_counted_where_that_is_wished(

@@ -21,12 +21,12 @@ from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_setup import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, mix_texts, plan_updates
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray import ppo_actor
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor, correction_of
 from openrlhf.trainer.ray.scorers import RewardModelActor
+from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import load_tokenizer
@@ -150,9 +150,9 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
     expected = gradients(ppo, experience, 64)
     assert (gradients(own, experience, 64) - expected).norm() / expected.norm() < 1e-5
     with pytest.raises(ConfigError, match="has no other; found: plain"):
-        find_policy_loss(f"{file}:other")
+        find_function(POLICY_LOSS, f"{file}:other")
     with pytest.raises(ConfigError, match="cannot be imported"):
-        find_policy_loss("no_such_module:loss")
+        find_function(POLICY_LOSS, "no_such_module:loss")
 
 
 @pytest.mark.parametrize(

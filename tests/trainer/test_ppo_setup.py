@@ -55,35 +55,55 @@ def test_lengths_do_not_hide_a_column_that_is_not_there(tmp_path: Path) -> None:
     assert reward.startswith("r.py is not a Python file that exists")
 
 
-LOSS_CODE = """
-from openrlhf.algorithms.policy_loss import ppo_loss
+OWN_CODE = """
+from openrlhf.utils.agent import AgentInstanceBase
 
-def two(logprobs_N, old_logprobs_N):
-    return logprobs_N
+def two(first, second):
+    return first
 
-def fails(logprobs_N, old_logprobs_N, *, advantages_N, num_actions_B, clip):
-    return logprobs_N + 1 / int(num_actions_B[0] - 2)
+def three(first, second, third):
+    return first
 
-def no_gradient(logprobs_N, *args, **named):
-    return ppo_loss(logprobs_N.detach(), *args, **named)
+class Game(AgentInstanceBase):
+    async def step(self, observation, action):
+        return {}
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("two", "{file}: TypeError: two() got an unexpected keyword argument"),
-        ("fails", "{file}:8: ZeroDivisionError: division by zero"),
-        ("no_gradient", "{file}:no_gradient must return PolicyLossTerms"),
-    ],
-)
-def test_a_users_loss_is_tried_before_models_load(
-    name: str, said: str, tiny_model_dir: Path, tmp_path: Path
+def test_functions_of_the_users_are_held_against_their_calls_before_models_load(
+    refuse: Callable, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    file = tmp_path / "losses.py"
-    file.write_text(LOSS_CODE)
-    found = problem(tiny_model_dir, tmp_path, f"--policy_loss_type {file}:{name}")
-    assert found.startswith(said.format(file=file)), found
+    file = tmp_path / "own.py"
+    file.write_text(OWN_CODE)
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q"}])
+    words = f"--pretrain {tiny_model_dir} --prompt_data {data} --save_path {tmp_path / 'run'} "
+    words += f"--policy_loss_type {file}:two --advantage_estimator {file}:three "
+    words += f"--agent_func_path {file}:Game"
+    code, said = refuse("train_ppo", words.split())
+    *_, estimator, loss, game = said.splitlines()
+    assert code == 2
+    assert estimator.startswith(f"error: {file}:7: three(first, second, third) cannot be called")
+    assert loss.startswith(f"error: {file}:4: two(first, second) cannot be called")
+    assert game == (
+        f"error: {file}:11: step(self, observation, action) cannot be called as it will be: "
+        "missing a required argument: 'action'. Write step(self, states, **kwargs)."
+    )
+
+
+def test_a_users_error_shows_its_own_traceback(
+    refuse: Callable, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def loss(pairs, options):\n    return pairs.sums\n")
+    row = {"input": "q", "chosen": "a", "rejected": "b"}
+    data = write_jsonl(tmp_path / "rows.jsonl", [row])
+    words = f"--pretrain {tiny_model_dir} --dataset {data} --save_path {tmp_path / 'run'} "
+    words += f"--prompt_key input --loss_type {file}:loss"
+    code, said = refuse("train_dpo", words.split())
+    assert code == 2
+    assert said.startswith(f'Traceback (most recent call last):\n  File "{file}", line 2, in loss')
+    [line] = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {file}:2: AttributeError: 'PairLogps' object has no attribute")
 
 
 @pytest.mark.parametrize(

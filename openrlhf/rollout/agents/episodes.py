@@ -212,7 +212,8 @@ class AgentEpisodes:
         try:
             results = await asyncio.gather(*episodes)
         except AgentError as error:
-            raise AgentError(f"row {prompt.row_id + 1}: {error.kind}: {error}") from error
+            named = AgentError(f"row {prompt.row_id + 1}: {error.kind}: {error}")
+            raise named.in_user_code(error.user_traceback) from error
         finally:
             for episode in episodes:  # those beside one that has failed
                 episode.cancel()

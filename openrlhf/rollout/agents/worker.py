@@ -46,11 +46,16 @@ from openrlhf.utils.threads import LoopThread
 from openrlhf.utils.user_code import (
     accepted,
     blaming,
+    check_signature,
+    defined_at,
     file_of,
     in_words,
     load_module,
+    member,
     public_names,
+    split_name,
     user_line,
+    user_traceback,
 )
 
 EXECUTOR_NAME = "AgentExecutor"
@@ -182,7 +187,8 @@ class Worker:
         where = user_line(path, error) or path
         if isinstance(error, AgentError):
             raise AgentError(f"{where}: {error}", error.kind)
-        raise AgentError(f"{where}: {in_words(error)}")
+        blamed = AgentError(f"{where}: {in_words(error)}")
+        raise blamed.in_user_code(user_traceback(path, error))
 
     def _watch(self) -> None:
         """End the process when user code holds the loop for longer than a step may take."""
@@ -219,18 +225,23 @@ def look_at(task: asyncio.Future[object]) -> None:
 
 
 def load_agent(path: str | Path) -> tuple[Any, Any]:
-    """Return AgentExecutor and AgentInstance of a file, None for one that it lacks.
+    """Return executor and environment of a file, None for one that it lacks: AgentExecutor and
+    AgentInstance, or the class of `file.py:Name` alone.
 
     Raises ConfigError where neither could act, before anything heavy starts.
     """
-    module = load_module(path)
-    executor = getattr(module, EXECUTOR_NAME, None)
-    instance = getattr(module, INSTANCE_NAME, None)
+    file, name = split_name(path)
+    module = load_module(file)
+    executor: Any = getattr(module, EXECUTOR_NAME, None)
+    instance: Any = getattr(module, INSTANCE_NAME, None)
+    if name:
+        found = member(module, name, file)
+        executor, instance = (found, None) if hasattr(found, "execute") else (None, found)
     if executor is not None:
         execute = getattr(executor, "execute", None)
         if not inspect.iscoroutinefunction(execute):
             raise ConfigError(
-                f"{path}: {EXECUTOR_NAME} has no async execute. "
+                f"{file}: {executor.__name__} has no async execute. "
                 "Write async def execute(self, prompt, label, sampling_params)."
             )
         refuse_unknown(path, execute, ("prompt", "label", "sampling_params", *EXECUTE_NAMES))
@@ -241,9 +252,21 @@ def load_agent(path: str | Path) -> tuple[Any, Any]:
             f"{path} has no {EXECUTOR_NAME}; found: {found}. "
             f"Write class {EXECUTOR_NAME}(AgentExecutorBase) in it."
         )
-    elif not issubclass(instance, AgentInstanceBase):
-        raise ConfigError(f"{path}: {INSTANCE_NAME} is no AgentInstanceBase.")
+    # An `execute` of the user's may call its environment as it likes.
+    if instance is not None and (executor is None or executor.execute is AgentExecutorBase.execute):
+        check_environment(file, instance)
     return executor, instance
+
+
+def check_environment(path: str, instance: Any) -> None:
+    """Raise ConfigError where a class could not be an environment."""
+    name = getattr(instance, "__name__", str(instance))
+    if not (isinstance(instance, type) and issubclass(instance, AgentInstanceBase)):
+        raise ConfigError(f"{path}: write class {name}(AgentInstanceBase): {name} is none.")
+    if inspect.isabstract(instance):
+        raise ConfigError(f"{path}: {name} has no step. Write async def step(self, states).")
+    for method in ("reset", "step"):
+        check_signature(getattr(instance, method), getattr(AgentInstanceBase, method), path=path)
 
 
 def make_executor(path: str, context: Mapping[str, Any], *, step_timeout_s: float) -> Any:
@@ -273,5 +296,6 @@ def refuse_unknown(path: str | Path, function: Callable[..., Any], known: Iterab
         inspect.signature(function).bind(**given)
     except TypeError as error:
         raise ConfigError(
-            f"{path}: {function.__qualname__}: {error}. Known are {', '.join(known)}."
+            f"{defined_at(path, function)}: {function.__qualname__}: {error}. Known are "
+            f"{', '.join(known)}."
         ) from error

@@ -1,6 +1,5 @@
 """Evaluation of a policy: pass@k and mean reward per data source, keyed by row."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -8,7 +7,7 @@ from operator import attrgetter
 import torch
 
 from openrlhf.algorithms.evaluation import NORMAL_95, pass_at_k, standard_error
-from openrlhf.utils.logging import STDERR
+from openrlhf.utils.logging import STDERR, Values
 from openrlhf.utils.rollout import Rollout
 
 

@@ -10,14 +10,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.advantages import estimator, penalise_overlong, penalise_truncated
+from openrlhf.algorithms.advantages import (
+    ESTIMATORS,
+    AdvantageEstimator,
+    estimator,
+    penalise_overlong,
+    penalise_truncated,
+)
 from openrlhf.algorithms.kl import kl_per_token
 from openrlhf.algorithms.tokens import segment_sum
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo import AdvantageConfig, PPOConfig
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import Forward, run_forwards
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.own_functions import ESTIMATOR, find_function
 from openrlhf.utils.rollout import Rollout
 
 
@@ -38,10 +45,8 @@ def make_experience(
         if not torch.isfinite(column).all():
             raise NumericsError(f"{name} of this batch are not finite")
     experience = replace(experience, **columns)
-    kl_N, how = reward_kl(config, experience), config.algo.advantage
-    advantages_N, returns_N = estimator(
-        how.estimator, gamma=how.gamma, lambd=how.lambd, no_std_norm=how.no_std_norm
-    ).compute(
+    kl_N = reward_kl(config, experience)
+    advantages_N, returns_N = estimator_of(config.algo.advantage).compute(
         penalised_rewards(config, experience),
         experience.group_ids,
         torch.zeros_like(experience.rollout_logprobs) if kl_N is None else kl_N,
@@ -55,6 +60,16 @@ def make_experience(
         raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
     experience = replace(experience, advantages=advantages_N, returns=returns_N)
     return experience, experience_metrics(experience, kl_N)
+
+
+def estimator_of(config: AdvantageConfig) -> AdvantageEstimator:
+    """Return the estimator that the config names, or one that shapes rewards by the user's
+    function.
+    """
+    name, no_std_norm = config.estimator, config.no_std_norm
+    if name not in ESTIMATORS:
+        return AdvantageEstimator(find_function(ESTIMATOR, name))
+    return estimator(name, gamma=config.gamma, lambd=config.lambd, no_std_norm=no_std_norm)
 
 
 def penalised_rewards(config: PPOConfig, experience: Experience) -> Tensor:

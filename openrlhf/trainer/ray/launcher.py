@@ -177,7 +177,8 @@ def get(reference: Any, who: str, timeout_s: float) -> Any:
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, OpenRLHFError):
-            raise type(cause)(f"{cause} [{who}]") from cause
+            named = type(cause)(f"{cause} [{who}]")
+            raise named.in_user_code(cause.user_traceback) from cause
         raise OpenRLHFError(f"{who}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.GetTimeoutError as error:
         raise EngineError(f"{who} did not answer in {timeout_s:.0f} s") from error

@@ -22,7 +22,6 @@ from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import (
     UpdateResult,
     UpdateStep,
@@ -31,6 +30,7 @@ from openrlhf.trainer.ppo_utils.replay_buffer import (
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.weight_sync import Way, WeightTransport, weight_route
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
 
 AVERAGE = "average.pt"  # of the weights, in a checkpoint
@@ -66,7 +66,7 @@ class PolicyModelActor(TrainedWorker):
         num_parameters = self.prepare(self.actor, config, num_updates)
         num_copies = 2 if self.config.train.enable_ema else 1
         check_room(self.actor.model, Path(self.config.ckpt.output_dir), num_copies=num_copies)
-        self.policy_loss = find_policy_loss(config.policy_loss_type)
+        self.policy_loss = find_function(POLICY_LOSS, config.policy_loss_type)
         low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
         self.clip = ClipRange(low, high, config.dual_clip, config.sapo_tau)
         self.correction = correction_of(self.config.algo.advantage)

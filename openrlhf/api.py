@@ -1,0 +1,180 @@
+"""Training from Python: each command is a function, and its flags are keyword arguments.
+
+    result = sft(pretrain="Qwen/Qwen2.5-0.5B", dataset="rows.jsonl", learning_rate=1e-5)
+
+Names are flat or dotted flags; sections may be dicts, as in YAML. What is wrong raises ConfigError,
+with a line for each problem. Examples: docs/python-api.md.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Generic
+
+from openrlhf.cli.runner import start_problems
+from openrlhf.config.cli import ConfigT, parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
+from openrlhf.distributed.topology import Topology
+from openrlhf.errors import ConfigError
+from openrlhf.rewards.function import CallableReward
+from openrlhf.utils import stopping
+from openrlhf.utils.callbacks import Callback
+from openrlhf.utils.logging import quiet_frameworks, say_notices
+from openrlhf.utils.snapshots import with_snapshots
+from openrlhf.utils.tracking import METRICS_FILE, read_metrics
+
+Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_trainer import PPOTrainer
+    from openrlhf.trainer.supervised_run import Recipe
+
+quiet_frameworks()  # they read it when they are imported: at the first run
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left in its folder."""
+
+    run_dir: Path
+
+    @property
+    def model_path(self) -> Path:
+        """Return the folder of the trained model, in Hugging Face format."""
+        return self.run_dir
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """Return the records of metrics.jsonl: of logged steps and of evaluations."""
+        return read_metrics(self.run_dir / METRICS_FILE)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the last value of every metric."""
+        return {name: value for record in self.history for name, value in record.items()}
+
+
+class Method(Generic[ConfigT]):
+    """A command as a function; `config` alone builds what it is called with."""
+
+    def __init__(self, config_class: type[ConfigT]) -> None:
+        self.config_class = config_class
+
+    def config(self, **settings: object) -> ConfigT:
+        """Return the config with these settings, checked as on the command line; raise ConfigError
+        for all that is wrong.
+        """
+        parsed = parse_config(
+            self.config_class, (), settings=settings, more_problems=start_problems
+        )
+        os.environ.update(parsed.environment)
+        is_main = Topology.from_env().is_main
+        if is_main:
+            say_notices(parsed.notices)
+        return with_snapshots(parsed.config, is_shown=is_main)
+
+    def _given(self, config: ConfigT | None, settings: Mapping[str, object]) -> ConfigT:
+        """Return the config, or one of the settings; raise ConfigError for both."""
+        if config is not None and settings:
+            raise ConfigError(
+                f"Settings stand beside a config, which is frozen: {', '.join(settings)}. Build "
+                "the config with them."
+            )
+        return self.config(**settings) if config is None else config
+
+
+class Supervised(Method[ConfigT]):
+    """Supervised training with a recipe."""
+
+    def __init__(self, config_class: type[ConfigT], recipe: str) -> None:
+        """`recipe` is the trainer, as `module:name`."""
+        super().__init__(config_class)
+        self.recipe = recipe
+
+    def __call__(
+        self,
+        config: ConfigT | None = None,
+        /,
+        *,
+        trainer: "Recipe | None" = None,
+        callbacks: Sequence[Callback] = (),
+        **settings: object,
+    ) -> Result:
+        """Train by a config, or by settings. `trainer` is a subclass of the method's own."""
+        config = self._given(config, settings)
+        run = resolve_name("openrlhf.trainer.supervised_run:run_supervised")
+        with stopping.listening():
+            run(trainer or resolve_name(self.recipe), config, callbacks=callbacks)
+        return Result(Path(config.ckpt.output_dir).resolve())
+
+
+class Reinforcement(Method[PPOConfig]):
+    """Reinforcement learning, on Ray or in this process."""
+
+    def __init__(self, run: str) -> None:
+        """`run` is the function that does it, as `module:name`."""
+        super().__init__(PPOConfig)
+        self.run = run
+
+    def config(self, *, reward: Reward | None = None, **settings: object) -> PPOConfig:
+        """Return the config; `reward` is the function that the run will be called with."""
+        if reward is not None:
+            settings["remote_rm_url"] = f"callable:{getattr(reward, '__name__', 'reward')}"
+        return super().config(**settings)
+
+    def __call__(
+        self,
+        config: PPOConfig | None = None,
+        /,
+        *,
+        reward: Reward | None = None,
+        trainer: "type[PPOTrainer] | None" = None,
+        callbacks: Sequence[Callback] = (),
+        **settings: object,
+    ) -> Result:
+        """Train by a config, or by settings. `reward` is a function in a form of
+        docs/reward-functions.md, called in this process, or several that are added with
+        `reward_weights`; `trainer` is a subclass of PPOTrainer, or of PPOTrainerAsync with
+        `async_train`.
+        """
+        if config is None and reward is not None:
+            settings["reward"] = reward
+        config = self._given(config, settings)
+        own_class = resolve_name("openrlhf.trainer.ppo_run:trainer_class")(config)
+        if trainer and not issubclass(trainer, own_class):
+            raise ConfigError(
+                f"trainer is {trainer.__name__}. With async_train give a subclass of "
+                f"{own_class.__name__}."
+            )
+        make_trainer = partial(trainer or own_class, callbacks=callbacks)
+        source = None
+        if reward is not None:
+            source = CallableReward(
+                reward,
+                weights=config.reward.weights,
+                batch_size=config.rollout.micro_batch_size,
+            )
+        with stopping.listening():
+            resolve_name(self.run)(config, make_trainer, reward_source=source)
+        return Result(Path(config.ckpt.output_dir).resolve())
+
+
+sft = Supervised(SFTConfig, "openrlhf.trainer.sft_trainer:SFTTrainer")
+rm = Supervised(RMConfig, "openrlhf.trainer.rm_trainer:RMTrainer")
+dpo = Supervised(DPOConfig, "openrlhf.trainer.dpo_trainer:DPOTrainer")
+kto = Supervised(KTOConfig, "openrlhf.trainer.kto_trainer:KTOTrainer")
+prm = Supervised(PRMConfig, "openrlhf.trainer.prm_trainer:PRMTrainer")
+kd = Supervised(KDConfig, "openrlhf.trainer.kd_trainer:KDTrainer")
+ppo = Reinforcement("openrlhf.trainer.ppo_run:run_ppo_ray")
+ppo_local = Reinforcement("openrlhf.trainer.ppo_run:run_ppo_local")

@@ -1,0 +1,85 @@
+"""The Python of docs/python-api.md and the notebook run to their ends on a tiny model."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from openrlhf.errors import ConfigError
+from tests.source import ROOT
+from tests.tiny import write_jsonl
+
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+PAGE = (ROOT / "docs" / "python-api.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def names(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """All names that the code of the page has defined, run as one program."""
+    folder = tmp_path_factory.mktemp("api")
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    write_jsonl(folder / "chats.jsonl", [{"messages": turns * n} for n in (1, 2, 1, 2)])
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "three"}
+    write_jsonl(folder / "pairs.jsonl", [pair] * 4)
+    rows = [{"question": f"{n}+1=", "answer": f"{n + 1}"} for n in range(6)]
+    write_jsonl(folder / "problems.jsonl", rows)
+    code = "".join(re.findall(r"^```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+    file = folder / "page.py"
+    file.write_text(code.replace(MODEL, str(tiny_model_dir)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return runpy.run_path(str(file)) | {"folder": folder}
+
+
+def test_a_run_returns_its_metrics_and_its_model(names: dict) -> None:
+    import transformers
+
+    focal = names["result"]
+    assert 0 < focal.metrics["focal_loss"] < focal.metrics["gpt_loss"]
+    assert [record["step"] for record in focal.history] == [1, 2]
+    transformers.AutoModelForCausalLM.from_pretrained(names["folder"] / focal.model_path)
+
+
+def test_settings_are_flags_and_what_is_wrong_is_raised(names: dict) -> None:
+    model = names["config"].model
+    assert (model.loss_type, model.beta) == ("ipo", 0.1)
+    assert names["config"].adam.lr == 1e-6
+    assert (names["folder"] / "output/dpo/model.safetensors").is_file()
+    with pytest.raises(ConfigError, match=r"beside a config, which is frozen: beta\. Build"):
+        names["dpo"](names["config"], beta=0.2)
+    assert names["problems"] == ["bta is not a known name. Did you mean --beta?"]
+
+
+def test_callbacks_see_every_step_evaluation_and_save(names: dict) -> None:
+    watch = names["watch"]
+    assert len(watch.rewards) == 2 and all(0 < reward <= 1 for reward in watch.rewards)
+    assert watch.folders == [(1, "global_step1"), (2, "global_step2"), (2, "watched")]
+    assert [step for step, _ in watch.evaluations] == [0, 2]
+
+
+def test_a_trainer_of_ones_own_adds_to_a_step(names: dict) -> None:
+    lengths = [record["shortest_prompt"] for record in names["counted"].history]
+    assert lengths and all(length > 0 for length in lengths)
+
+
+def test_a_config_names_functions_of_the_program_that_the_run_must_get(
+    names: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(names["folder"])
+    ppo_local, short = names["ppo_local"], names["short_answers"]
+    both = ppo_local.config(reward=[short, short], reward_weights=(1, 0.5), **names["grpo"])
+    assert both.reward.weights == (1, 0.5)
+    config = ppo_local.config(reward=short, **names["grpo"])
+    with pytest.raises(ConfigError, match="callable:short_answers is a function of a Python prog"):
+        ppo_local(config)
+
+
+def test_the_notebook_raises_the_reward_with_an_engine_and_formulas_alone(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MODEL": str(tiny_model_dir), "STEPS": "12", "LR": "3e-3"}.items():
+        monkeypatch.setenv(name, value)
+    found = runpy.run_path(str(ROOT / "examples" / "python" / "notebook_grpo.py"))
+    first, last = found["mean_rewards"][:3], found["mean_rewards"][-3:]
+    assert sum(last) > 1.5 * sum(first)
