@@ -22,7 +22,7 @@ COMMANDS = {
     "merge-lora": ("lora_combiner", "merge an adapter into its base model"),
     "chat": ("interactive_chat", "talk to a model in the terminal"),
 }
-
+MIN_LIKENESS = 0.75  # of a word to a command that it may be meant for
 
 USAGE = "\n".join(
     [
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif name == "--version":
         print(version_text())
     else:
-        near = get_close_matches(name, COMMANDS, n=1)
+        near = get_close_matches(name, COMMANDS, n=1, cutoff=MIN_LIKENESS)
         remedy = f"Type openrlhf {near[0]}." if near else f"Type one of these:\n{USAGE}"
         print(f"error: there is no command {name}. {remedy}", file=sys.stderr)
         raise SystemExit(2)

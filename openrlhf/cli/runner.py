@@ -10,14 +10,16 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pkgutil import resolve_name
 from typing import Generic
 
 from openrlhf.config.base import CommandConfig
-from openrlhf.config.cli import ConfigT, help_text, parse_config
+from openrlhf.config.cli import ConfigT, parse_config
+from openrlhf.config.help import help_text
 from openrlhf.config.local_paths import path_problems
 from openrlhf.distributed.topology import Topology
-from openrlhf.errors import OpenRLHFError
+from openrlhf.errors import ConfigError, OpenRLHFError
 from openrlhf.utils.snapshots import library_problems, with_snapshots
 
 Work = Callable[[], None]
@@ -36,8 +38,9 @@ class Command(Generic[ConfigT]):
 
     def __call__(self, argv: Sequence[str] | None = None) -> None:
         words = list(sys.argv[1:] if argv is None else argv)
-        if "-h" in words or "--help" in words:
-            show_help(self)
+        if asks := [place for place, word in enumerate(words) if word in ("-h", "--help")]:
+            topic = takewhile(lambda word: not word.startswith("--"), words[asks[0] + 1 :])
+            show_help(self, [*topic])
             return
         if "--version" in words:
             print(version_text())
@@ -110,11 +113,14 @@ def version_text() -> str:
     return f"openrlhf {metadata.version('openrlhf')}"
 
 
-def show_help(command: Command[ConfigT]) -> None:
-    """Print the help text; a reader such as `head` may have enough of it."""
+def show_help(command: Command[ConfigT], words: Sequence[str]) -> None:
+    """Print the help about `words`; a reader such as `head` may have enough of it."""
     width = shutil.get_terminal_size().columns
     try:
-        print(help_text(command.config_class, command.name, width=width), flush=True)
+        print(help_text(command.config_class, command.name, words, width=width), flush=True)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
     except BrokenPipeError:  # Python would complain once more when it closes its output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
