@@ -17,8 +17,8 @@ from openrlhf.cli import main as console
 from openrlhf.cli.runner import Command
 from openrlhf.config.base import walk
 from openrlhf.config.cli import parse_config
-from openrlhf.config.help import help_text
 from openrlhf.config.common import RunConfig
+from openrlhf.config.help import help_text
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
