@@ -17,6 +17,7 @@ COMMANDS = {
     "kd": ("train_kd", "knowledge distillation"),
     "ppo": ("train_ppo_ray", "reinforcement learning on Ray: PPO, REINFORCE++, RLOO, GRPO"),
     "ppo-local": ("train_ppo", "the same in the launching process(es), without Ray"),
+    "check": ("check", "what a training command would do, take and stumble over, without it"),
     "infer": ("batch_inference", "answer prompts or score answers in bulk"),
     "serve-rm": ("serve_rm", "a reward model behind HTTP"),
     "merge-lora": ("lora_combiner", "merge an adapter into its base model"),
@@ -28,16 +29,22 @@ USAGE = "\n".join(
     [
         "usage: openrlhf COMMAND [FLAGS]\n",
         *(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()),
-        "\nopenrlhf COMMAND --help: its flags\nopenrlhf --version: the version",
+        "\nopenrlhf COMMAND --help: its flags that matter; --help all: all; --help WORD: about it",
+        "openrlhf --version: the version",
     ]
 )
+
+
+def command_of(word: str) -> str:
+    """Return the command that a word means, which may be the name of its module."""
+    modules = {module: name for name, (module, _) in COMMANDS.items()}
+    return modules.get(word.replace("-", "_"), word)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a sub-command; without one, say which there are."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    modules = {module: name for name, (module, _) in COMMANDS.items()}
-    known = modules.get(name.replace("-", "_"), name)
+    known = command_of(name)
     if known in COMMANDS:
         import_module(f"openrlhf.cli.{COMMANDS[known][0]}").main(rest)
     elif name in ("-h", "--help"):

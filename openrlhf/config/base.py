@@ -248,12 +248,17 @@ class CommandConfig(Base):
             object.__setattr__(self, section, part)
         return self
 
-    def problems(self) -> Iterator[str]:
-        """Yield one line for everything that is missing or contradicts something else."""
+    def missing(self) -> Iterator[str]:
+        """Yield one line for everything that must be named and is not."""
         for leaf in walk(type(self)):
             if leaf.needed and is_blank(value_at(self, leaf.path)):
                 remedy = " or ".join(leaf.choices) or REMEDIES.get(leaf.opens or "", "a text")
                 yield f"No {leaf.needed} is named. Type {leaf.flag} with {remedy}."
+
+    def problems(self) -> Iterator[str]:
+        """Yield one line for everything that is missing or contradicts something else."""
+        yield from self.missing()
+        for leaf in walk(type(self)):
             if leaf.not_built and value_at(self, leaf.path) != leaf.default:
                 yield f"not yet implemented: {leaf.flag} ({leaf.not_built}). Leave it out."
 

@@ -63,12 +63,24 @@ def parse_config(
 
     Those that `more_problems` finds are among them.
     """
+    reading = read_config(config_class, argv, more_problems=more_problems)
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    return reading
+
+
+def read_config(
+    config_class: type[ConfigT],
+    argv: Sequence[str],
+    *,
+    more_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
+) -> "Reading[ConfigT]":
+    """Read a command line as `parse_config` does, problems or not."""
     reading = Reading(config_class)
     reading.take_all(argv)
     config = reading.config = reading.build()
     problems = [*reading.problems, *config.problems(), *more_problems(config)]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    reading.problems = list(dict.fromkeys(problems))
     reading.notices += config.notices()
     reading.take_secrets()
     return reading

@@ -50,7 +50,7 @@ def help_text(
 def _short_text(
     config_class: type[CommandConfig], name: str, leaves: Sequence[Option], *, width: int
 ) -> str:
-    by_path, check = {leaf.path: leaf for leaf in leaves}, name.replace(" ", " check ", 1)
+    by_path, check = {leaf.path: leaf for leaf in leaves}, "openrlhf check " + name.split()[-1]
     start = config_class.example.replace(" --", " \\\n      --")
     about = f"{config_class.__doc__}\n\nStart here:\n  {name} {start}\n  {check} ...\n      "
     about += "with the same flags: what they train, and all that is wrong with them"
