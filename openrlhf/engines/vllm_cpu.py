@@ -4,13 +4,15 @@ Remove a quirk when vLLM no longer needs it; the condition stands at each. All a
 """
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from openrlhf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CACHE_FRACTION = 0.2  # of the free memory, at most
 # That every backend of vLLM computes: it takes seconds to import, and is asked about others only.
@@ -69,7 +71,7 @@ def cache_bytes(
     return int(min(needed, CACHE_FRACTION * free))
 
 
-def check_head_size(facts: PretrainedConfig, path: str, *, instead: str) -> None:
+def check_head_size(facts: "PretrainedConfig", path: str, *, instead: str) -> None:
     """Raise ConfigError for a model whose heads the CPU build has no kernel for; `instead` is what
     to type to do without vLLM. An engine would start, and fail at its first step.
     """

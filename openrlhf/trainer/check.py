@@ -31,7 +31,7 @@ from openrlhf.models.loading import load_config, resolve_dtype, say_padded
 from openrlhf.models.support import check_here
 from openrlhf.trainer import supervised_run
 from openrlhf.trainer.base_trainer import Inputs
-from openrlhf.trainer.memory import (
+from openrlhf.trainer.check_memory import (
     PROCESS,
     Model,
     Shape,
@@ -43,6 +43,7 @@ from openrlhf.trainer.memory import (
     shape_of,
     share_of,
 )
+from openrlhf.trainer.check_rows import say_rows, try_rewards
 from openrlhf.trainer.ppo_run import banner_sections, worker_classes
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
@@ -62,7 +63,6 @@ from openrlhf.trainer.ray.placement import (
     role_demands,
     view_cluster,
 )
-from openrlhf.trainer.shown_rows import say_rows, try_rewards
 from openrlhf.trainer.supervised_run import Recipe
 from openrlhf.utils.gpus import visible_gpus
 from openrlhf.utils.logging import notice, print_banner, say_notices
