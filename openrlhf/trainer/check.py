@@ -38,7 +38,7 @@ from openrlhf.trainer.check_memory import (
     Share,
     cache_bytes_per_token,
     facts_of,
-    in_gb,
+    in_words,
     peaks_of,
     shape_of,
     share_of,
@@ -69,7 +69,10 @@ from openrlhf.utils.logging import notice, print_banner, say_notices
 
 REWARD_S = 30.0  # for the rewards of two rows
 # What to type where memory is short.
-LESS = "--zero_stage 3, --adam_offload or --lora_rank 16, or give it more ranks"
+LESS = (
+    "--zero_stage 3, --adam_offload, --lora_rank 16 or a smaller --vllm_gpu_memory_utilization, or "
+    "give it more ranks"
+)
 LESS_WORK = "a smaller --micro_train_batch_size, or --gradient_checkpointing"
 
 
@@ -323,11 +326,11 @@ def _check_memory(
 ) -> None:
     """Say what models and engines take of each device; note what cannot fit."""
     shares = {role: share_of(shape, models[role], config.ds) for role, shape in shapes.items()}
-    lines = {role: _in_words(share, models[role]) for role, share in shares.items()}
+    lines = {role: _share_text(share, models[role]) for role, share in shares.items()}
     have = _device_bytes(has_gpus=has_gpus)
     engine = _engine_bytes(config, shapes, demands, have, has_gpus=has_gpus)
     if engine:
-        lines["vllm"] = f"{in_gb(engine)} weights and cache"
+        lines["vllm"] = f"{in_words(engine)} weights and cache"
     pools: dict[str, list[str]] = {}
     for role in shares:
         pools.setdefault(models[role].pool if has_gpus else "", []).append(role)
@@ -346,9 +349,9 @@ def _check_memory(
         num_processes = sum(counts) if isinstance(config, PPOConfig) else max(counts)
         peak += PROCESS * num_processes
         place = "this machine" if not has_gpus else f"a GPU of {pool}" if pool else "a GPU"
-        lines[place] = f"{in_gb(peak)} at most, with {num_processes} process(es)"
+        lines[place] = f"{in_words(peak)} at most, with {num_processes} process(es)"
         if have is not None:
-            lines[place] += f"; {in_gb(have)} are there"
+            lines[place] += f"; {in_words(have)} are there"
             gathered.attempt(partial(_judge, place, certain, peak, have))
     print_banner({"memory of each rank, about": lines})
 
@@ -357,22 +360,22 @@ def _judge(place: str, certain: float, peak: float, have: float) -> None:
     """Raise ConfigError if weights and states cannot fit; warn if micro-batches may not."""
     if certain > have:
         raise ConfigError(
-            f"memory of {place}: {in_gb(certain)} of weights, optimizer states and engines do not "
-            f"fit into {in_gb(have)}. Type {LESS}."
+            f"memory of {place}: {in_words(certain)} of weights, optimizer states and engines do "
+            f"not fit into {in_words(have)}. Type {LESS}."
         )
     if peak > have:
-        told = f"memory of {place}: about {in_gb(peak)} of {in_gb(have)}. Type {LESS_WORK}"
+        told = f"memory of {place}: about {in_words(peak)} of {in_words(have)}. Type {LESS_WORK}"
         say_notices([Caution(told)])
 
 
-def _in_words(share: Share, model: Model) -> str:
+def _share_text(share: Share, model: Model) -> str:
     parts = {
         "weights": share.weights,
         "gradients and optimizer": share.states,
         f"micro-batch of {model.num_tokens:,} tokens": share.work,
         "offloaded": share.host,
     }
-    told = " + ".join(f"{in_gb(size)} {what}" for what, size in parts.items() if size)
+    told = " + ".join(f"{in_words(size)} {what}" for what, size in parts.items() if size)
     return f"{told}, on each of {model.num_ranks} ranks" if model.num_ranks > 1 else told
 
 
@@ -419,15 +422,15 @@ def _check_disk(
     num_copies = 2 if has_average else 1
     gathered.attempt(partial(check_room, exported.module, folder, num_copies=num_copies))
     size = num_copies * exported.num_trained * exported.dtype.itemsize
-    lines = {"model": f"{in_gb(size)} in {folder}; {in_gb(free_bytes(folder))} are free"}
+    lines = {"model": f"{in_words(size)} in {folder}; {in_words(free_bytes(folder))} are free"}
     if ckpt.save_steps > 0:
         states = 0 if ckpt.disable_ds else sum(3 * 4 * shape.num_trained for shape in trained)
         each = states + (size if ckpt.save_hf else 0)
         free, count = free_bytes(Path(ckpt.path)), ckpt.max_num + 1  # a new one beside the old
-        told = f"{ckpt.max_num} of {in_gb(each)} in {ckpt.path}; {in_gb(free)} are free"
+        told = f"{ckpt.max_num} of {in_words(each)} in {ckpt.path}; {in_words(free)} are free"
         lines["checkpoints"] = told
         if count * each > free:
-            need = f"--ckpt_path {ckpt.path}: {count} checkpoints take {in_gb(count * each)}"
+            need = f"--ckpt_path {ckpt.path}: {count} checkpoints take {in_words(count * each)}"
             remedy = "Type a smaller --max_ckpt_num, or make room"
-            say_notices([Caution(f"{need}, and {in_gb(free)} are free. {remedy}")])
+            say_notices([Caution(f"{need}, and {in_words(free)} are free. {remedy}")])
     print_banner({"disk": lines})

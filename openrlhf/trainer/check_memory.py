@@ -183,6 +183,8 @@ def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
     return (kept + layer) * num_tokens + 2 * FP32 * num_logits
 
 
-def in_gb(num_bytes: float) -> str:
-    """Return a size as people read it: 0.02 GB, 14.2 GB."""
+def in_words(num_bytes: float) -> str:
+    """Return a size as people read it: 3.4 MB, 0.27 GB, 14.2 GB."""
+    if num_bytes < 1e8:
+        return f"{num_bytes / 1e6:.1f} MB"
     return f"{num_bytes / 1e9:.{1 if num_bytes >= 1e10 else 2}f} GB"

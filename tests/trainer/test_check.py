@@ -56,7 +56,7 @@ def ppo(**flags: str) -> list[str]:
     }
     return [
         "ppo",
-        *SIZES,
+        *SIZES.split(),
         *(word for name, value in named.items() for word in (f"--{name}", value)),
     ]
 
