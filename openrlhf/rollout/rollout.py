@@ -141,7 +141,7 @@ class GroupStream:
         """Start the samples of prompts, in order; of prompts that are sampled in rounds, start one
         round.
 
-        Sample ids are "<tag>/<row>/<k>", rows counted from 1, so a tag may not come twice with a row.
+        Sample ids are "<tag>/<row>/<k>", rows counted from 1: a tag may not come twice with a row.
         """
         self.num_running += len(prompts)
         for key, prompt in prompts:

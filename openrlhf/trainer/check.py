@@ -331,6 +331,8 @@ def _check_memory(
     engine = _engine_bytes(config, shapes, demands, have, has_gpus=has_gpus)
     if engine:
         lines["vllm"] = f"{in_words(engine)} weights and cache"
+    elif any(demand.role == "vllm" for demand in demands) and isinstance(config, PPOConfig):
+        lines["vllm"] = f"{config.vllm.gpu_memory_utilization:.0%} of its GPU"
     pools: dict[str, list[str]] = {}
     for role in shares:
         pools.setdefault(models[role].pool if has_gpus else "", []).append(role)

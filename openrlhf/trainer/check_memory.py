@@ -177,6 +177,7 @@ def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
     kept = 0.0
     if model.trains:
         kept = text.num_hidden_layers * (size * hidden if model.recomputes else layer)
+        kept += (FP32 + 2 * size) * hidden  # the last norm and the input of the head
         layer = layer if model.recomputes else 0.0
     num_tokens = model.num_tokens / ds.ring_attn_size
     num_logits = min(MAX_LOGIT_ROWS, num_tokens) * text.vocab_size / ds.tensor_parallel_size

@@ -67,9 +67,10 @@ def try_rewards(config: PPOConfig, inputs: RunInputs) -> list[str]:
     return what is wrong with the source.
     """
     if inputs.reward_source is None:
-        agent = config.train.agent_func_path
-        whose = f"the agent {agent}" if agent else "models, which are not loaded here"
-        notice(f"\nrewards come from {whose}: they were not tried")
+        if agent := config.train.agent_func_path:
+            notice(f"\nrewards come from the agent {agent}: they were not tried")
+        elif config.reward.model_paths:
+            notice("\nrewards come from models, which are not loaded here: they were not tried")
         return []
     near = [inputs.prompts[index] for index in range(min(NUM_COMPARED, len(inputs.prompts)))]
     labels = [_words(prompt.label) for prompt in near]

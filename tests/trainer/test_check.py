@@ -135,9 +135,10 @@ def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str])
 def test_a_command_that_is_none_gets_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, [error] = run(capsys, ["infer", "--pretrain", "model"])
     assert (code, error) == (2, "infer is no training command. Type one of these:")
-    code, _, [error] = run(capsys, ["ppo", "--pretrain", "model", "--prompt_data", "prompts.jsonl"])
+    # Nothing can be looked at without data.
+    code, _, [error] = run(capsys, ["ppo", "--pretrain", "model", "--remote_rm_url", "reward.py"])
     assert code == 2
-    assert error.startswith("There is no reward.")
+    assert error.startswith("No prompt data is named.")
 
 
 def test_heads_that_vllm_cannot_compute_are_refused_before_a_run(
