@@ -27,7 +27,7 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy, effective_stage, tr
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.vllm_cpu import cache_bytes
 from openrlhf.errors import ConfigError, Gathered
-from openrlhf.models.loading import load_config, resolve_dtype, say_padded
+from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
 from openrlhf.trainer import supervised_run
 from openrlhf.trainer.base_trainer import Inputs
@@ -91,7 +91,7 @@ def check_supervised(recipe: Recipe, config: SupervisedConfig, said: Sequence[st
             _check_saved(config, inputs.samples, gathered)
         models = _supervised_models(recipe, config, inputs, topology.world_size)
         has_gpus = torch.cuda.is_available()
-        shapes = _shapes(config, models, has_gpus=has_gpus)
+        shapes = _shapes(config, models, gathered, has_gpus=has_gpus)
         if (shape := shapes.get("model")) is not None:
             facts = facts_of(shape, models["model"], config.ds)
             gathered.attempt(partial(training_config, config.ds, config, facts))
@@ -168,7 +168,7 @@ def _check_models(
     has_gpus: bool,
 ) -> None:
     models = _ppo_models(config, inputs, demands)
-    shapes = _shapes(config, models, has_gpus=has_gpus)
+    shapes = _shapes(config, models, gathered, has_gpus=has_gpus)
     if (policy := shapes.get("actor")) is None:
         return
     trained = {role: shapes[role] for role in TRAINED_ROLES if role in shapes}
@@ -181,7 +181,7 @@ def _check_models(
         sizes = {role: shape.num_parameters for role, shape in shapes.items()}
         num_prompts = len(inputs.prompts)
         print_banner(banner_sections(config, inputs.updates, cluster, sizes, num_prompts))
-    if view is not None:
+    if view is not None and has_gpus:
         notice(f"placement\n{demand_table(demands, view)}")
     _check_memory(config, models, shapes, gathered, has_gpus=has_gpus, demands=demands)
     _check_disk(config, policy, list(trained.values()), gathered)
@@ -195,7 +195,8 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
     gathered = Gathered()
     gathered.problems += said
     for place, flag in ((config.ckpt.output_dir, "--save_path"), (config.ckpt.path, "--ckpt_path")):
-        if (flag == "--save_path" or config.ckpt.uses_root) and Path(place).is_dir():
+        is_used = flag == "--save_path" or config.ckpt.uses_root
+        if is_used and os.path.isdir(place) and os.access(place, os.W_OK):
             gathered.attempt(partial(_check_is_free, Path(place), flag))
     yield gathered
     missing = [
@@ -296,21 +297,20 @@ def _ppo_models(
 
 
 def _shapes(
-    config: SupervisedConfig | PPOConfig, models: Mapping[str, Model], *, has_gpus: bool
+    config: SupervisedConfig | PPOConfig,
+    models: Mapping[str, Model],
+    gathered: Gathered,
+    *,
+    has_gpus: bool,
 ) -> dict[str, Shape]:
     """Return the models whose sizes can be known; say which cannot."""
-    shapes, device_type = {}, "cuda" if has_gpus else "cpu"
+    shapes = {}
     for role, model in models.items():
-        unknown = Gathered()  # what is wrong with a model is said by the checks of the run
-        facts = unknown.attempt(
-            partial(load_config, model.path, trust_remote_code=config.trust_remote_code)
-        )
-        if facts is None:
-            continue
-        dtype = resolve_dtype(config.ds.param_dtype, facts, device_type=device_type)
         try:
-            shapes[role] = shape_of(model, dtype, config, config.ds)
-        except (ValueError, AttributeError) as error:  # code that comes with weights, new families
+            make = partial(shape_of, model, config, config.ds, is_cuda=has_gpus)
+            if (shape := gathered.attempt(make)) is not None:
+                shapes[role] = shape
+        except ValueError as error:  # of code that comes with weights
             notice(f"the memory of {model.path} is not known: {error}")
     return shapes
 

@@ -19,7 +19,7 @@ from openrlhf.config.base import CommandConfig
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.distributed.strategy import MAX_BUCKET_SIZE, ModelFacts, effective_stage
 from openrlhf.models.adapters import add_lora
-from openrlhf.models.loading import load_config
+from openrlhf.models.loading import load_config, resolve_dtype
 from openrlhf.models.support import num_experts_per_token
 
 FP32 = 4  # bytes of a number
@@ -88,12 +88,11 @@ class Share:
         )
 
 
-def shape_of(
-    model: Model, dtype: torch.dtype, command: CommandConfig, ds: DeepSpeedConfig
-) -> Shape:
+def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cuda: bool) -> Shape:
     """Return a model without weights, with its adapter if it trains with one."""
     trust = command.trust_remote_code
     facts = load_config(model.path, trust_remote_code=trust)
+    dtype = resolve_dtype(ds.param_dtype, facts, device_type="cuda" if is_cuda else "cpu")
     kind: Any = transformers.AutoModelForCausalLM
     if model.scores:
         kind, facts.num_labels = transformers.AutoModelForSequenceClassification, 1
@@ -152,13 +151,16 @@ def cache_bytes_per_token(shape: Shape) -> int:
     return 2 * text.num_hidden_layers * _key_size(text) * shape.dtype.itemsize
 
 
+def _num_heads(text: PretrainedConfig) -> int:
+    return int(getattr(text, "num_attention_heads", None) or 1)  # Mamba has none
+
+
 def _head_size(text: PretrainedConfig) -> int:
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return int(getattr(text, "head_dim", None) or text.hidden_size // _num_heads(text))
 
 
 def _key_size(text: PretrainedConfig) -> int:
-    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return _head_size(text) * int(num_heads)
+    return _head_size(text) * int(getattr(text, "num_key_value_heads", None) or _num_heads(text))
 
 
 def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
@@ -166,7 +168,7 @@ def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
     backward pass, its input alone where that recomputes; and the logits of a chunk.
     """
     text, size = shape.config.get_text_config(), shape.dtype.itemsize
-    hidden, queries = text.hidden_size, _head_size(text) * text.num_attention_heads
+    hidden, queries = text.hidden_size, _head_size(text) * _num_heads(text)
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
     if num_chosen := num_experts_per_token(shape.config):
         inner = num_chosen * (getattr(text, "moe_intermediate_size", None) or inner)

@@ -70,7 +70,7 @@ def test_a_check_says_what_would_be_trained_and_touches_nothing(
     for words in (
         "8 prompts x 2 samples = 16; 2 update(s) of 8 samples a step",
         "2 (11 prompts x 1 episode(s))",
-        "vllm           1        1  vllm",  # placement
+        "1 x vLLM of 1 device(s) each",
         "gradients and optimizer + ",
         # The longest prompt has 6 tokens.
         "micro-batch of 88 tokens",
@@ -112,6 +112,28 @@ def test_problems_of_all_stages_are_one_list(capsys: pytest.CaptureFixture[str])
     for part, error in zip(parts, errors, strict=True):
         assert part in error
     assert "no problem" not in out
+
+
+def test_a_machine_that_is_not_here_can_be_planned_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    code, out, [error, *_] = run(capsys, ppo(actor_num_gpus_per_node="1"))
+    assert code == 2
+    assert error.startswith("Not enough GPUs: need 3, have 2.")
+    words = [*ppo(actor_num_gpus_per_node="2"), "--colocate_all_models", "--bf16"]
+    code, out, errors = run(capsys, words)
+    assert (code, errors) == (0, [])
+    assert "vllm           2        2  shared by all\n  need 2 x GPU, have 2\n" in out
+    assert "95% of its GPU" in out
+    assert "a GPU of shared by all" in out
+
+
+def test_target_modules_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "sft --pretrain model --dataset dialogues.jsonl --save_path run --lora_rank 2 "
+    code, _, [error] = run(capsys, [*words.split(), "--target_modules", "nowhere"])
+    assert code == 2
+    assert error.startswith("--target_modules nowhere: ")
 
 
 def test_what_is_learnt_is_marked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,36 +21,35 @@ from openrlhf.trainer.check_memory import (
 from openrlhf.utils.packing import PackedBatch
 from tests.tiny import make_model
 
-BF16, FP32 = torch.bfloat16, torch.float32
 COMMAND = SFTConfig()
 
 
-def share(path: Path, dtype: torch.dtype, num_ranks: int, **flags: object) -> tuple[int, Share]:
+def share(path: Path, dtype: str, num_ranks: int, **flags: object) -> tuple[int, Share]:
     """Weights of the model, and the share of a rank."""
-    ds = DeepSpeedConfig(**flags)
+    ds = DeepSpeedConfig(param_dtype=dtype, **flags)
     model = Model(str(path), trains=True, num_ranks=num_ranks)
-    shape = shape_of(model, dtype, COMMAND, ds)
+    shape = shape_of(model, COMMAND, ds, is_cuda=False)
     return shape.num_parameters, share_of(shape, model, ds)
 
 
 def test_states_are_what_zero_leaves_on_a_rank(tiny_model_dir: Path) -> None:
-    count, alone = share(tiny_model_dir, FP32, 1)
+    count, alone = share(tiny_model_dir, "fp32", 1)
     # fp32 on one rank: gradients and two moments, no master weights.
     assert (alone.weights, alone.states) == (4 * count, 12 * count)
-    _, second = share(tiny_model_dir, BF16, 4, zero_stage=2)
+    _, second = share(tiny_model_dir, "bf16", 4, zero_stage=2)
     # Gradients, master weights and two moments in fp32, a quarter of each.
     assert (second.weights, second.states) == (2 * count, 16 * count / 4)
-    _, third = share(tiny_model_dir, BF16, 4, zero_stage=3)
+    _, third = share(tiny_model_dir, "bf16", 4, zero_stage=3)
     assert (third.weights, third.states) == (2 * count / 4, 16 * count / 4)
-    _, offloaded = share(tiny_model_dir, BF16, 4, adam_offload=True)
+    _, offloaded = share(tiny_model_dir, "bf16", 4, adam_offload=True)
     assert (offloaded.states, offloaded.host) == (0, 16 * count / 4)
-    _, adapter = share(tiny_model_dir, BF16, 1, lora=LoraConfig(rank=2))
+    _, adapter = share(tiny_model_dir, "bf16", 1, lora=LoraConfig(rank=2))
     assert adapter.states < 0.1 * 16 * count
 
 
 def test_a_frozen_model_that_is_offloaded_takes_host_memory(tiny_model_dir: Path) -> None:
-    ds, model = DeepSpeedConfig(), Model(str(tiny_model_dir))
-    shape = shape_of(model, BF16, COMMAND, ds)
+    ds, model = DeepSpeedConfig(param_dtype="bf16"), Model(str(tiny_model_dir))
+    shape = shape_of(model, COMMAND, ds, is_cuda=False)
     kept, offloaded = share_of(shape, model, ds), share_of(shape, replace(model, offload=True), ds)
     size = 2 * shape.num_parameters
     assert (kept.weights, kept.states, kept.host) == (size, 0, 0)
@@ -68,12 +67,12 @@ def test_sleep_takes_the_engine_and_the_other_states_out_of_the_peak() -> None:
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize(("dtype", "name"), [(FP32, "fp32"), (BF16, "bf16")])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_micro_batch_takes_about_what_autograd_keeps(
-    tmp_path: Path, dtype: torch.dtype, name: str, recomputes: bool
+    tmp_path: Path, dtype: str, recomputes: bool
 ) -> None:
     path = make_model(tmp_path, hidden_size=128, num_layers=4, num_heads=4, intermediate_size=384)
-    command = SFTConfig(ds=DeepSpeedConfig(param_dtype=name))
+    command = SFTConfig(ds=DeepSpeedConfig(param_dtype=dtype))
     actor = Actor(load_causal_lm(path, command))
     if recomputes:
         actor.gradient_checkpointing_enable(False)
@@ -92,7 +91,7 @@ def test_a_micro_batch_takes_about_what_autograd_keeps(
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         out = actor(batch)
     model = Model(str(path), trains=True, recomputes=recomputes, num_tokens=2048)
-    shape = shape_of(model, dtype, command, command.ds)
+    shape = shape_of(model, command, command.ds, is_cuda=False)
     expected = activations(shape, model, command.ds)
     if recomputes:  # one layer of the backward pass is yet to come
         expected -= activations(shape, replace(model, trains=False), command.ds)
