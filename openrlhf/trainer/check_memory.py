@@ -2,7 +2,7 @@
 config before any weight is read.
 
 Weights, gradients and optimizer states are exact sums of what DeepSpeed holds. What a micro-batch
-takes is an estimate from the sizes of a layer: a fifth more or less is usual.
+takes is an estimate from the sizes of a layer; kernels and fragments of memory add to it.
 """
 
 from collections.abc import Sequence
