@@ -165,9 +165,9 @@ class Reading(Generic[ConfigT]):
         """Take the settings of one source; of the same name the last one counts."""
         table, last = flag_table(self.config_class), dict[str, Setting]()
         for name, source, words in settings:
-            _, _, before = last.get(name, (name, source, words))
-            if before != words and not any(o.secret_env for o, _ in table.get(name, ())):
-                both = f"{' '.join(before)} and {' '.join(words)}"
+            _, _, earlier = last.get(name, (name, source, words))
+            if earlier != words and not any(o.secret_env for o, _ in table.get(name, ())):
+                both = f"{' '.join(earlier)} and {' '.join(words)}"
                 self.notices.append(Caution(f"{source} is given twice: {both}. The last counts."))
             last[name] = (name, source, words)
         said: dict[frozenset[str], tuple[str, dict[str, Any]]] = {}

@@ -120,7 +120,7 @@ def test_a_machine_that_is_not_here_can_be_planned_for(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     code, out, [error, *_] = run(capsys, ppo(actor_num_gpus_per_node="1"))
     assert code == 2
-    assert error.startswith("Not enough GPUs: need 3, have 2.")
+    assert error.startswith("Not enough GPUs: need 4, have 2.")
     words = [*ppo(actor_num_gpus_per_node="2"), "--colocate_all_models", "--bf16"]
     code, out, errors = run(capsys, words)
     assert (code, errors) == (0, [])

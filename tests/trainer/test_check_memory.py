@@ -1,13 +1,15 @@
 """The memory that a check promises: states by hand, activations against what autograd keeps."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from openrlhf.config.common import DeepSpeedConfig, LoraConfig
+from openrlhf.config.common import DeepSpeedConfig, LoraConfig, OptimizerConfig
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.check_memory import (
@@ -45,6 +47,35 @@ def test_states_are_what_zero_leaves_on_a_rank(tiny_model_dir: Path) -> None:
     assert (offloaded.states, offloaded.host) == (0, 16 * count / 4)
     _, adapter = share(tiny_model_dir, "bf16", 1, lora=LoraConfig(rank=2))
     assert adapter.states < 0.1 * 16 * count
+
+
+def bytes_alive() -> int:
+    """The size of all tensors of this process."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_deepspeed_holds_what_is_promised(tmp_path: Path, dtype: str) -> None:
+    path = make_model(tmp_path, hidden_size=256, num_heads=8)
+    ds = DeepSpeedConfig(param_dtype=dtype)
+    strategy = DeepSpeedStrategy(ds)
+    strategy.setup()
+    before = bytes_alive()
+    engine = strategy.prepare_train(
+        Actor(load_causal_lm(path, SFTConfig(ds=ds))), OptimizerConfig(), num_updates=2
+    )
+    ids_T = torch.arange(8)
+    for _ in range(2):  # the first step makes the moments
+        out = engine(PackedBatch.from_sequences([ids_T], [ids_T > 0]))
+        engine.backward(out.logprobs.sum(), is_last_micro_batch=True)
+        del out
+        held = bytes_alive() - before
+        engine.step()
+    _, promised = share(path, dtype, 1)
+    assert held == pytest.approx(promised.weights + promised.states, rel=0.02)
 
 
 def test_a_frozen_model_that_is_offloaded_takes_host_memory(tiny_model_dir: Path) -> None:
