@@ -84,7 +84,7 @@ def check_supervised(recipe: Recipe, config: SupervisedConfig, said: Sequence[st
     if not topology.is_main:
         return
     with gathering(config, said) as gathered:
-        gathered.attempt(partial(DeepSpeedStrategy, config.ds, local_rank=config.local_rank))
+        gathered.attempt(partial(DeepSpeedStrategy.of, config))
         inputs = gathered.attempt(partial(supervised_run.prepare_inputs, recipe, config))
         if inputs is not None:
             supervised_run.say_inputs(recipe, config, inputs)
