@@ -110,6 +110,7 @@ def training_command(words: list[str]) -> tuple[str, list[str]] | None:
     if program == "python" and rest[0].endswith(".py"):
         return None
     if program == "openrlhf":
+        rest = rest[1:] if rest[0] == "check" else rest
         return COMMANDS[rest[0]][0], rest[1:]
     if program == "ray" and rest[:2] == ["job", "submit"]:
         return training_command(rest[rest.index("--") + 1 :])

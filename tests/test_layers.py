@@ -47,6 +47,7 @@ HOMES = {
     "openrlhf.rollout.agents.episodes": {"torch"},
     "openrlhf.rollout.agents.openai_server": {"fastapi", "pydantic", "pydantic_core", "uvicorn"},
     "openrlhf.trainer": {"torch"},
+    "openrlhf.trainer.check": {"torch", "transformers", "psutil", "rich"},
     "openrlhf.serving": {"torch", "transformers"},
     "openrlhf.serving.reward_server": {"torch", "fastapi", "pydantic", "starlette", "uvicorn"},
     "openrlhf.trainer.ppo_utils": {"torch"},
@@ -64,14 +65,17 @@ def package_of(name: str) -> str:
 
 
 def trainer_part(name: str) -> str:
-    """Which part of layer 5 a module is: supervised, ppo_trainer, ray or ppo_utils."""
+    """Which part of layer 6 a module is: check, supervised, ppo_trainer, ray or ppo_utils."""
     part = name.split(".")[2] if name.count(".") >= 2 else ""
+    if part.split("_")[0] == "check":
+        return "check"
     if part in ("ray", "ppo_utils"):
         return part
     return "ppo_trainer" if part.startswith("ppo_") else "supervised"
 
 
 PARTS_BELOW = {
+    "check": {"check", "supervised", "ppo_trainer", "ray", "ppo_utils"},
     "supervised": {"supervised"},
     "ppo_trainer": {"ppo_trainer", "ray", "ppo_utils"},
     "ray": {"ray", "ppo_utils"},

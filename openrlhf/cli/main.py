@@ -19,27 +19,34 @@ COMMANDS = {
     "ppo-local": ("train_ppo", "the same in the launching process(es), without Ray"),
     "replay": ("replay", "a step of an RL run again, with its loss token by token"),
     "eval": ("evaluate", "pass@1, pass@k and mean reward of models, with intervals"),
+    "check": ("check", "what a training command would do, take and stumble over, without it"),
     "infer": ("batch_inference", "answer prompts or score answers in bulk"),
     "serve-rm": ("serve_rm", "a reward model behind HTTP"),
     "merge-lora": ("lora_combiner", "merge an adapter into its base model"),
     "chat": ("interactive_chat", "talk to a model in the terminal"),
 }
-
+MIN_LIKENESS = 0.75  # of a word to a command that it may be meant for
 
 USAGE = "\n".join(
     [
         "usage: openrlhf COMMAND [FLAGS]\n",
         *(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()),
-        "\nopenrlhf COMMAND --help: its flags\nopenrlhf --version: the version",
+        "\nopenrlhf COMMAND --help: its flags that matter; --help all: all; --help WORD: about it",
+        "openrlhf --version: the version",
     ]
 )
+
+
+def command_of(word: str) -> str:
+    """Return the command that a word means, which may be the name of its module."""
+    modules = {module: name for name, (module, _) in COMMANDS.items()}
+    return modules.get(word.replace("-", "_"), word)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a sub-command; without one, say which there are."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    modules = {module: name for name, (module, _) in COMMANDS.items()}
-    known = modules.get(name.replace("-", "_"), name)
+    known = command_of(name)
     if known in COMMANDS:
         import_module(f"openrlhf.cli.{COMMANDS[known][0]}").main(rest)
     elif name in ("-h", "--help"):
@@ -47,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif name == "--version":
         print(version_text())
     else:
-        near = get_close_matches(name, COMMANDS, n=1)
+        near = get_close_matches(name, COMMANDS, n=1, cutoff=MIN_LIKENESS)
         remedy = f"Type openrlhf {near[0]}." if near else f"Type one of these:\n{USAGE}"
         print(f"error: there is no command {name}. {remedy}", file=sys.stderr)
         raise SystemExit(2)

@@ -10,22 +10,25 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pkgutil import resolve_name
 from typing import Generic
 
 from openrlhf.config.base import CommandConfig
-from openrlhf.config.cli import ConfigT, help_text, parse_config
+from openrlhf.config.cli import ConfigT, read_config
+from openrlhf.config.help import help_text
 from openrlhf.config.local_paths import path_problems
 from openrlhf.distributed.topology import Topology
-from openrlhf.errors import OpenRLHFError
+from openrlhf.errors import ConfigError, OpenRLHFError
 from openrlhf.utils.snapshots import library_problems, with_snapshots
 
-Work = Callable[[], None]
+Work = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class Command(Generic[ConfigT]):
-    """A command: its name in help, its config, and what loads the libraries and returns the work.
+    """A command: its name in help, its config, and what loads the libraries and returns the work,
+    or the check of it, which is given the problems of the command line.
 
     Calling it parses and runs; it leaves by SystemExit when anything went wrong.
     """
@@ -33,11 +36,13 @@ class Command(Generic[ConfigT]):
     name: str
     config_class: type[ConfigT]
     load: Callable[[ConfigT], Work]
+    load_check: Callable[[ConfigT], Work] | None = None
 
-    def __call__(self, argv: Sequence[str] | None = None) -> None:
+    def __call__(self, argv: Sequence[str] | None = None, *, only_checks: bool = False) -> None:
         words = list(sys.argv[1:] if argv is None else argv)
-        if "-h" in words or "--help" in words:
-            show_help(self)
+        if asks := [place for place, word in enumerate(words) if word in ("-h", "--help")]:
+            topic = takewhile(lambda word: not word.startswith("--"), words[asks[0] + 1 :])
+            show_help(self, [*topic])
             return
         if "--version" in words:
             print(version_text())
@@ -47,7 +52,8 @@ class Command(Generic[ConfigT]):
         is_debug = "--debug" in words
         try:
             with stopping.listening():
-                run(self, [word for word in words if word != "--debug"])
+                words = [word for word in words if word != "--debug"]
+                run(self, words, only_checks=only_checks)
         except OpenRLHFError as error:
             if is_debug:
                 traceback.print_exc()
@@ -81,28 +87,38 @@ def imported(*places: str) -> Callable[[CommandConfig], Work]:
     return load
 
 
-def supervised(recipe: str) -> Callable[[CommandConfig], Work]:
-    """Return a loader of supervised training with the recipe at `module:name`."""
-    return imported("openrlhf.trainer.supervised_run:run_supervised", recipe)
+def supervised(name: str, config_class: type[ConfigT], recipe: str) -> Command[ConfigT]:
+    """Return the command of supervised training with the recipe at `module:name`."""
+    run = imported("openrlhf.trainer.supervised_run:run_supervised", recipe)
+    check = imported("openrlhf.trainer.check:check_supervised", recipe)
+    return Command(name, config_class, run, check)
 
 
-def run(command: Command[ConfigT], argv: Sequence[str]) -> None:
-    """Parse, move secrets into the environment and out of the arguments, load and work."""
+def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = False) -> None:
+    """Parse, move secrets into the environment and out of the arguments, load and work.
+
+    A check goes on after problems, if models and data are named.
+    """
     from openrlhf.utils.logging import quiet_frameworks, say_notices  # noqa: PLC0415 - as above
     from openrlhf.utils.progress import progress  # noqa: PLC0415 - as above
 
     quiet_frameworks()
-    parsed = parse_config(command.config_class, argv, more_problems=start_problems)
+    parsed = read_config(command.config_class, argv, more_problems=start_problems)
+    is_lost = parsed.config.use_ms or any(parsed.config.missing())
+    if parsed.problems and (is_lost or not only_checks):
+        raise ConfigError(parsed.problems)
     os.environ.update(parsed.environment)
     for secret in filter(None, parsed.environment.values()):
         sys.argv = [word.replace(secret, "***") for word in sys.argv]
     is_main = Topology.from_env().is_main
     config = with_snapshots(parsed.config, is_shown=is_main)
+    load = command.load_check if only_checks else command.load
+    assert load is not None, "only training commands are checked"
     with progress("loading libraries", is_shown=is_main):
-        work = command.load(config)
+        work = load(config)
     if is_main:
         say_notices(parsed.notices)
-    work()
+    work(*[parsed.problems] * only_checks)
 
 
 def version_text() -> str:
@@ -112,11 +128,14 @@ def version_text() -> str:
     return f"openrlhf {metadata.version('openrlhf')}"
 
 
-def show_help(command: Command[ConfigT]) -> None:
-    """Print the help text; a reader such as `head` may have enough of it."""
+def show_help(command: Command[ConfigT], words: Sequence[str]) -> None:
+    """Print the help about `words`; a reader such as `head` may have enough of it."""
     width = shutil.get_terminal_size().columns
     try:
-        print(help_text(command.config_class, command.name, width=width), flush=True)
+        print(help_text(command.config_class, command.name, words, width=width), flush=True)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
     except BrokenPipeError:  # Python would complain once more when it closes its output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

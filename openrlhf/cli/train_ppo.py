@@ -3,7 +3,12 @@
 from openrlhf.cli.runner import Command, imported
 from openrlhf.config.ppo import PPOConfig
 
-main = Command("openrlhf ppo-local", PPOConfig, imported("openrlhf.trainer.ppo_run:run_ppo_local"))
+main = Command(
+    "openrlhf ppo-local",
+    PPOConfig,
+    imported("openrlhf.trainer.ppo_run:run_ppo_local"),
+    imported("openrlhf.trainer.check:check_ppo_local"),
+)
 
 if __name__ == "__main__":
     main()

@@ -1,9 +1,9 @@
 """`openrlhf rm`: pairwise reward model."""
 
-from openrlhf.cli.runner import Command, supervised
+from openrlhf.cli.runner import supervised
 from openrlhf.config.supervised import RMConfig
 
-main = Command("openrlhf rm", RMConfig, supervised("openrlhf.trainer.rm_trainer:RMTrainer"))
+main = supervised("openrlhf rm", RMConfig, "openrlhf.trainer.rm_trainer:RMTrainer")
 
 if __name__ == "__main__":
     main()

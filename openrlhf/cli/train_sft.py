@@ -1,9 +1,9 @@
 """`openrlhf sft`: supervised fine-tuning and continued pre-training."""
 
-from openrlhf.cli.runner import Command, supervised
+from openrlhf.cli.runner import supervised
 from openrlhf.config.supervised import SFTConfig
 
-main = Command("openrlhf sft", SFTConfig, supervised("openrlhf.trainer.sft_trainer:SFTTrainer"))
+main = supervised("openrlhf sft", SFTConfig, "openrlhf.trainer.sft_trainer:SFTTrainer")
 
 if __name__ == "__main__":
     main()

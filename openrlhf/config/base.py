@@ -67,6 +67,7 @@ class Option:
     opens: str | None = None  # which kind of file, folder or hub id the value names: of REMEDIES
     forms: str | None = None  # what fits its pattern, for who types another text
     needed: str | None = None  # what it is called where it is missing; it has no default
+    not_built: str | None = None  # the feature it belongs to, which is still to be written
     known_as: Mapping[str, str] = field(default_factory=dict)  # wrong word -> value meant by it
     # When a run goes on from a checkpoint that was written with another value: refuse it, or keep
     # the checkpoint's. None: the new value holds from then on.
@@ -232,6 +233,8 @@ class CommandConfig(Base):
     # Section -> the leaves of it that the command has; all of those that are not named here.
     shows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     operands: ClassVar[str] = ""  # the leaf whose values may stand before all flags
+    essentials: ClassVar[tuple[str, ...]] = ()  # the leaves that `--help` shows; none: all
+    example: ClassVar[str] = ""  # flags to start with
 
     use_ms: bool = switch("ModelScope instead of the Hugging Face hub.")
     trust_remote_code: bool = switch("Run Python files that come with a model or tokenizer.")
@@ -249,12 +252,19 @@ class CommandConfig(Base):
             object.__setattr__(self, section, part)
         return self
 
-    def problems(self) -> Iterator[str]:
-        """Yield one line for everything that is missing or contradicts something else."""
+    def missing(self) -> Iterator[str]:
+        """Yield one line for everything that must be named and is not."""
         for leaf in walk(type(self)):
             if leaf.needed and is_blank(value_at(self, leaf.path)):
                 remedy = " or ".join(leaf.choices) or REMEDIES.get(leaf.opens or "", "a text")
                 yield f"No {leaf.needed} is named. Type {leaf.flag} with {remedy}."
+
+    def problems(self) -> Iterator[str]:
+        """Yield one line for everything that is missing or contradicts something else."""
+        yield from self.missing()
+        for leaf in walk(type(self)):
+            if leaf.not_built and value_at(self, leaf.path) != leaf.default:
+                yield f"not yet implemented: {leaf.flag} ({leaf.not_built}). Leave it out."
 
     def notices(self) -> Iterator[str]:
         """Yield one line for everything a user should know before the run starts."""

@@ -1,4 +1,4 @@
-"""From a command line to a finished config: read, build, check, and say all problems at once; help.
+"""From a command line to a finished config: read, build, check, and say all problems at once.
 
 Environment, `--config` files and flags give values to leaves by their names; each later source
 wins. A name of several leaves is read before those of one, and two names of one leaf must agree.
@@ -7,14 +7,13 @@ The tree can be written as YAML and read back with `--config`; secrets are in ne
 
 import os
 import re
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args, get_origin
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -52,17 +51,6 @@ RECOGNISED = (
     *("data.input_key", "data.output_key", "data.prompt_key", "data.label_key"),
     *("data.apply_chat_template", "model.pretrain_mode_enable"),
 )
-NOTES = """\
-Every flag has a dotted name and, after "Also", the names of older commands and of Hugging Face.
-`-` and `_` are the same. A switch may stand alone or before true or false.
-
---config FILE.yaml  defaults from a file: the nested tree, dotted names or flat names; flags win
---debug             a traceback with every error
---version           the version of openrlhf
--h, --help          this text
-"""
-TEXT_COLUMN = 28  # where help texts begin
-MIN_WIDTH = 60
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
@@ -78,12 +66,25 @@ def parse_config(
     `settings` are flags of Python callers: names and values, also of sections. Those problems that
     `more_problems` finds are among the others.
     """
+    reading = read_config(config_class, argv, settings=settings, more_problems=more_problems)
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    return reading
+
+
+def read_config(
+    config_class: type[ConfigT],
+    argv: Sequence[str],
+    *,
+    settings: Mapping[str, object] | None = None,
+    more_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
+) -> "Reading[ConfigT]":
+    """Read a command line as `parse_config` does, problems or not."""
     reading = Reading(config_class)
     reading.take_all(argv, settings)
     config = reading.config = reading.build()
     problems = [*reading.problems, *config.problems(), *more_problems(config)]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    reading.problems = list(dict.fromkeys(problems))
     reading.notices += config.notices()
     reading.take_secrets()
     return reading
@@ -97,6 +98,13 @@ def flag_table(config_class: type[CommandConfig]) -> Mapping[str, Targets]:
         for name, meanings in dict(option.names).items():
             table[name] = (*table.get(name, ()), (option, meanings))
     return table
+
+
+def nearest(config_class: type[CommandConfig], name: str) -> list[str]:
+    """Return the known names that end in `name`, or else the one that is most like it, if any."""
+    known = [*flag_table(config_class), *WITHOUT_EFFECT, "config", "debug", "help"]
+    leaves = [path for path in known if path.endswith(f".{name}")]
+    return leaves or get_close_matches(name, known, n=1)
 
 
 @dataclass
@@ -165,8 +173,13 @@ class Reading(Generic[ConfigT]):
 
     def _take(self, settings: Iterable[Setting]) -> None:
         """Take the settings of one source; of the same name the last one counts."""
-        table = flag_table(self.config_class)
-        last = {setting[0]: setting for setting in settings}
+        table, last = flag_table(self.config_class), dict[str, Setting]()
+        for name, source, words in settings:
+            _, _, earlier = last.get(name, (name, source, words))
+            if earlier != words and not any(o.secret_env for o, _ in table.get(name, ())):
+                both = f"{' '.join(earlier)} and {' '.join(words)}"
+                self.notices.append(Caution(f"{source} is given twice: {both}. The last counts."))
+            last[name] = (name, source, words)
         said: dict[frozenset[str], tuple[str, dict[str, Any]]] = {}
         for name, source, words in sorted(last.values(), key=lambda s: -len(table.get(s[0], "?"))):
             targets = table.get(name, ())
@@ -196,10 +209,8 @@ class Reading(Generic[ConfigT]):
         if name.rpartition(".")[2] in WITHOUT_EFFECT:
             self.notices.append(f"{source} has no effect; it is accepted for old commands.")
             return
-        known = [*flag_table(self.config_class), *WITHOUT_EFFECT, "config", "debug", "help"]
-        leaves = [path for path in known if path.endswith(f".{name}")]
-        near = leaves or get_close_matches(name, known, n=1)
-        remedy = f"Did you mean --{near[0]}?" if near else "--help lists all of them."
+        near = nearest(self.config_class, name)
+        remedy = f"Did you mean --{near[0]}?" if near else "--help all lists all of them."
         self.problems.append(f"{source} is not a known name. {remedy}")
 
     def build(self) -> ConfigT:
@@ -358,15 +369,15 @@ def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: obj
         old = saved.get(option.path, new)  # a setting the checkpoint does not know is younger
         if old == new or (option.opens and _place(old) == _place(new)):
             continue
-        flag, typed = option.flag, _typed(old)
+        flag, typed = option.flag, typed_value(old)
         if option.at_resume == "refused":
             refused.append(
-                f"{flag} {_typed(new)}: {path} was written with {typed}. Type {flag} {typed}, or "
-                "leave --load_checkpoint out."
+                f"{flag} {typed_value(new)}: {path} was written with {typed}. Type {flag} {typed}, "
+                "or leave --load_checkpoint out."
             )
         else:
             kept.append(
-                f"{flag} {_typed(new)} has no effect: {typed} goes on with the checkpoint. "
+                f"{flag} {typed_value(new)} has no effect: {typed} goes on with the checkpoint. "
                 "Start anew to change it."
             )
     if refused:
@@ -379,52 +390,9 @@ def _place(name: object) -> Path:
     return Path(str(name)).expanduser().resolve()
 
 
-def _typed(value: Any) -> str:
+def typed_value(value: Any) -> str:
     """Return a value as it stands on a command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return text if text and text == text.strip() else repr(text)
-
-
-def help_text(config_class: type[CommandConfig], name: str, *, width: int = 80) -> str:
-    """Return the help of a command called `name`, in lines of `width` characters."""
-    parser = ArgumentParser(
-        usage=f"{name} [-h] [OPTIONS]",
-        description=f"{config_class.__doc__}\n\n{NOTES}",
-        add_help=False,
-        formatter_class=partial(
-            RawDescriptionHelpFormatter,
-            width=max(width, MIN_WIDTH),
-            max_help_position=TEXT_COLUMN,
-        ),
-    )
-    groups: dict[str, Any] = {}
-    for leaf in walk(config_class):
-        section = leaf.path.rpartition(".")[0]
-        if section not in groups:
-            about = leaf.section.__doc__ if section else None
-            groups[section] = parser.add_argument_group(f"{section or 'general'} options", about)
-        others = " ".join(f"--{name}" for name in dict(leaf.names) if name != leaf.path)
-        also = f" Also {others}." if others else ""
-        environment = f" Environment: {leaf.env}." if leaf.env else ""
-        text = f"{leaf.field.description}{also}{environment} (default: {_typed(leaf.default)})"
-        is_switch = leaf.field.annotation is bool
-        values = "|".join(map(_kind, leaf.kinds))
-        shown: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": values}
-        groups[section].add_argument(f"--{leaf.path}", help=text.replace("%", "%%"), **shown)
-    return parser.format_help()
-
-
-def _kind(annotation: Any) -> str:
-    """Return what may stand after a flag: `INT`, `{a,b}`, `FLOAT FLOAT`, `none`."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if annotation is NoneType:
-        return "none"
-    if annotation == OwnFunction:
-        return "FILE.py:NAME"
-    if origin is Literal:
-        return "{" + ",".join(map(str, parts)) + "}"
-    if origin is tuple:
-        return " ".join("..." if part is Ellipsis else _kind(part) for part in parts)
-    return str(annotation.__name__).upper()

@@ -6,7 +6,7 @@ Field path = dotted flag; names after the help text are flat flags and what Hugg
 import re
 from collections.abc import Iterator
 from itertools import product
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
@@ -91,7 +91,9 @@ class ActorConfig(OptimizerConfig, ModelConfig, PlacementConfig):
         None, "Unset: entropy is not computed; 0: logged; above: bonus.", "entropy_loss_coef", ge=0
     )
     ptx_coef: float = option(0.05, "Weight of the language loss on --pretrain_data.", ge=0)
-    freeze_visual_encoder: bool = switch("Train language parameters only.")
+    freeze_visual_encoder: bool = switch(
+        "Train language parameters only.", not_built="vision-language models"
+    )
 
 
 class CriticConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
@@ -425,7 +427,9 @@ class PPODataConfig(TextDataConfig):
     pretrain_probs: str | None = option(None, "Mixing of --pretrain_data.", "pretrain_data_probs")
     pretrain_split: str = option("train", "Split of --pretrain_data.")
     pretrain_key: str = option("text", "Column of the text in --pretrain_data.")
-    max_images_per_prompt: int = option(0, "Images of a prompt (vision-language models).", ge=0)
+    max_images_per_prompt: int = option(
+        0, "Images of a prompt.", ge=0, not_built="vision-language models"
+    )
 
 
 class PPOLoggerConfig(LoggerConfig):
@@ -441,6 +445,19 @@ class PPOLoggerConfig(LoggerConfig):
 
 class PPOConfig(RunConfig):
     """Reinforcement learning: PPO, REINFORCE++, RLOO, GRPO and their kin."""
+
+    essentials: ClassVar = (
+        *("actor.model_name_or_path", "data.prompt_dataset", "data.input_key", "data.label_key"),
+        *("reward.remote_url", "reward.model_name_or_path", "algo.advantage.estimator"),
+        *("rollout.n_samples_per_prompt", "rollout.batch_size", "train.batch_size"),
+        *("train.num_episodes", "data.prompt_max_len", "rollout.max_new_tokens", "actor.adam.lr"),
+        *("algo.kl.init_coef", "train.colocate_all", "actor.num_gpus_per_node"),
+        *("vllm.num_engines", "eval.dataset", "ckpt.output_dir"),
+    )
+    example: ClassVar = (
+        "--pretrain Qwen/Qwen2.5-0.5B-Instruct --prompt_data problems.jsonl --input_key question "
+        "--label_key answer --remote_rm_url reward.py --advantage_estimator group_norm"
+    )
 
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
@@ -547,11 +564,6 @@ class PPOConfig(RunConfig):
     def problems(self) -> Iterator[str]:
         """Add what is wrong with rewards, samples, lengths, placement and asynchronous training."""
         yield from super().problems()
-        if self.data.max_images_per_prompt > 0 or self.actor.freeze_visual_encoder:
-            yield (
-                "not yet implemented: --max_images_per_prompt and --freeze_visual_encoder "
-                "(vision-language models). Leave them out."
-            )
         yield from self._reward_problems()
         yield from self._sample_problems()
         yield from self.algo.advantage.problems()

@@ -84,6 +84,20 @@ PAIRS = (*ROWS, "apply_chat_template", "input_template", "prompt_key", "chosen_k
 HELD_OUT = ("dataset", "split", "steps")  # of `eval.*`
 
 
+# Of what `--help` shows: before and behind the settings of each method.
+FIRST = ("model.model_name_or_path", "data.dataset")
+LAST = (
+    *("data.max_len", "data.max_samples", "train.batch_size", "train.micro_batch_size"),
+    *("train.max_epochs", "adam.lr", "ds.param_dtype", "ds.zero_stage", "ds.lora.rank"),
+    *("model.gradient_checkpointing_enable", "eval.dataset", "ckpt.save_steps", "ckpt.load_enable"),
+    "ckpt.output_dir",
+)
+ANSWER_COLUMNS = ("data.input_key", "data.output_key")
+SIDE_COLUMNS = ("data.chosen_key", "data.rejected_key")
+STEP_TOKENS = ("model.placeholder_token", "model.reward_tokens")
+START = "--pretrain Qwen/Qwen2.5-0.5B-Instruct --save_path ./output/run"
+
+
 class SupervisedConfig(RunConfig, OptimizerConfig):
     """Top of every supervised trainer's tree; each has its own defaults."""
 
@@ -103,6 +117,14 @@ class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning and continued pre-training (train_sft)."""
 
     shows: ClassVar = {"eval": HELD_OUT, "data": (*ANSWERED, "multiturn")}
+    essentials: ClassVar = (
+        *FIRST,
+        *ANSWER_COLUMNS,
+        "data.apply_chat_template",
+        "data.multiturn",
+        *LAST,
+    )
+    example: ClassVar = f"{START} --dataset rows.jsonl --input_key question --output_key answer"
 
     model: SFTModelConfig = SFTModelConfig()
     train: TrainConfig = TrainConfig(max_epochs=2)
@@ -133,6 +155,14 @@ class RMConfig(SupervisedConfig):
     """Pairwise reward model (train_rm)."""
 
     shows: ClassVar = {"eval": HELD_OUT, "data": PAIRS}
+    essentials: ClassVar = (
+        *FIRST,
+        "data.prompt_key",
+        *SIDE_COLUMNS,
+        "data.apply_chat_template",
+        *LAST,
+    )
+    example: ClassVar = f"{START} --dataset pairs.jsonl --prompt_key prompt"
 
     adam: AdamConfig = AdamConfig(lr=9e-6)
     model: RMModelConfig = RMModelConfig()
@@ -174,6 +204,8 @@ class DPOConfig(SupervisedConfig):
     """Direct preference optimisation and its relatives (train_dpo)."""
 
     shows: ClassVar = {"eval": HELD_OUT, "data": PAIRS}
+    essentials: ClassVar = (*FIRST, *SIDE_COLUMNS, "model.loss_type", "model.beta", *LAST)
+    example: ClassVar = f"{START} --dataset pairs.jsonl --prompt_key prompt --beta 0.1"
 
     adam: AdamConfig = AdamConfig(lr=1e-5)
     model: DPOModelConfig = DPOModelConfig()
@@ -230,6 +262,10 @@ class KTOConfig(SupervisedConfig):
         "data": (*ANSWERED, "label_key"),
         "ref": ("offload", "precompute_log_probs"),
     }
+    essentials: ClassVar = (*FIRST, *ANSWER_COLUMNS, "data.label_key", "model.beta", *LAST)
+    example: ClassVar = (
+        f"{START} --dataset labelled.jsonl --input_key prompt --output_key completion"
+    )
 
     adam: AdamConfig = AdamConfig(lr=1e-5)
     model: KTOModelConfig = KTOModelConfig(model_name_or_path="bigscience/bloomz-1b7")
@@ -267,6 +303,8 @@ class PRMConfig(SupervisedConfig):
 
     # The text is taken as it is, without a template.
     shows: ClassVar = {"eval": HELD_OUT, "data": (*ROWS, "input_key", "label_key")}
+    essentials: ClassVar = (*FIRST, "data.input_key", "data.label_key", *STEP_TOKENS, *LAST)
+    example: ClassVar = f"{START} --dataset steps.jsonl --placeholder_token ки --reward_tokens + -"
 
     adam: AdamConfig = AdamConfig(lr=1e-6)
     model: PRMModelConfig = PRMModelConfig()
@@ -310,6 +348,14 @@ class KDConfig(SupervisedConfig):
     """Knowledge distillation (train_kd)."""
 
     shows: ClassVar = {"eval": HELD_OUT, "data": ANSWERED}
+    essentials: ClassVar = (
+        *FIRST,
+        *ANSWER_COLUMNS,
+        "teacher.model_name_or_path",
+        "kd.on_policy_enable",
+        *LAST,
+    )
+    example: ClassVar = f"{START} --teacher_model Qwen/Qwen2.5-7B-Instruct --dataset rows.jsonl"
 
     model: SFTModelConfig = SFTModelConfig()
     teacher: TeacherConfig = TeacherConfig()

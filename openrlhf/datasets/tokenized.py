@@ -140,6 +140,14 @@ class TokenizedDataset(ABC):
         """Return the tokens of every example, all its sequences together, (len,) int64."""
         return self._fact("num_tokens")
 
+    def place(self, index: int) -> str:
+        """Return where the row of an example stands: `rows.jsonl: row 3`."""
+        return row_place(self._rows, self.row_ids[index])
+
+    def sequences(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the sequences of an example, each ids (T,) int64 and its targets (T,) bool."""
+        return self._example(index)[0]
+
     @property
     def fingerprint(self) -> str:
         """Return a hash of all examples, to notice on resume that the data changed."""

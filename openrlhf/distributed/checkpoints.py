@@ -203,6 +203,29 @@ class RunCheckpoints:
         """Return the step the run goes on from; None: it starts new."""
         return None if self.saved is None else self.saved.step
 
+    def find_saved(self, command: RunConfig | None) -> None:
+        """Find the checkpoint that the run goes on from; all ranks call. Raises as
+        `open_checkpoints` does.
+        """
+        if not self.config.load_enable:
+            return
+        self.saved = saved = on_main(self.store.latest)
+        if saved is None:
+            if is_main():
+                notice(f"no checkpoint in {self.config.path}: starting new")
+            return
+        if (found := saved.state["data"]) != asdict(self.data):
+            raise DataError(
+                f"The data changed since {saved.path} was written: {found['num_samples']} samples "
+                f"then, {self.data.num_samples} now, and not the same tokens or labels. Bring the "
+                "old data (and template) back, or leave --load_checkpoint out."
+            )
+        if is_main():
+            notice(f"resuming from {saved.path}: {saved.state.get('place', f'step {saved.step}')}")
+        if command is not None:
+            for line in check_settings(command, saved.state["settings"], path=saved.path):
+                warn_on_main(line)
+
     @property
     def is_on(self) -> bool:
         """Return True if the run writes checkpoints at all."""
@@ -353,22 +376,7 @@ def open_checkpoints(
     checkpoints = RunCheckpoints(config, data, settings=settings)
     if config.uses_root:
         on_main(checkpoints.store.remove_torn)  # not what another run writes there now
-    if config.load_enable:
-        checkpoints.saved = on_main(checkpoints.store.latest)
-        if checkpoints.saved is None and is_main():
-            notice(f"no checkpoint in {config.path}: starting new")
-    if (saved := checkpoints.saved) is not None:
-        if (found := saved.state["data"]) != asdict(data):
-            raise DataError(
-                f"The data changed since {saved.path} was written: {found['num_samples']} samples "
-                f"then, {data.num_samples} now, and not the same tokens or labels. Bring the old "
-                "data (and template) back, or leave --load_checkpoint out."
-            )
-        if is_main():
-            notice(f"resuming from {saved.path}: {saved.state.get('place', f'step {saved.step}')}")
-        if command is not None:
-            for line in check_settings(command, saved.state["settings"], path=saved.path):
-                warn_on_main(line)
+    checkpoints.find_saved(command)
     if config.save_steps > 0:
         aside = on_main(checkpoints.set_later_aside)
         if aside is not None:

@@ -66,7 +66,7 @@ def export_hf(
             raise CheckpointError(
                 f"the model cannot be written to {path}: "
                 f"{getattr(error, 'strerror', None) or error}. It takes {num_bytes / GB:.2f} GB, "
-                f"{_free_bytes(Path(path)) / GB:.2f} GB are free there."
+                f"{free_bytes(Path(path)) / GB:.2f} GB are free there."
             ) from None
 
     collectives.on_main(write)
@@ -82,7 +82,7 @@ def check_room(hf_model: nn.Module, path: Path, *, num_copies: int = 1) -> None:
         for p in hf_model.parameters()
         if p.requires_grad or not is_adapter
     )
-    free = collectives.on_main(lambda: _free_bytes(path))
+    free = collectives.on_main(lambda: free_bytes(path))
     if free < num_bytes:
         raise ConfigError(
             f"--save_path {path} has {free / GB:.2f} GB free, and the model takes "
@@ -90,7 +90,7 @@ def check_room(hf_model: nn.Module, path: Path, *, num_copies: int = 1) -> None:
         )
 
 
-def _free_bytes(path: Path) -> int:
+def free_bytes(path: Path) -> int:
     """Return the free bytes of the disk that `path`, which need not exist, is or would be on."""
     place = next(part for part in (path, *path.absolute().parents) if part.exists())
     return shutil.disk_usage(place).free

@@ -4,12 +4,19 @@ Remove a quirk when vLLM no longer needs it; the condition stands at each. All a
 """
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from openrlhf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 CACHE_FRACTION = 0.2  # of the free memory, at most
+# That every backend of vLLM computes: it takes seconds to import, and is asked about others only.
+USUAL_HEAD_SIZES = (32, 64, 128)
 BLOCK_SIZE = 32  # vLLM takes 128, more than many a prompt has
 
 
@@ -47,12 +54,48 @@ def limit_cache(vllm_config: Any) -> None:
         * model.get_num_kv_heads(parallel)
         * model.get_head_size()
     )
-    num_blocks = (
-        -(-model.max_model_len // cache.block_size) * vllm_config.scheduler_config.max_num_seqs
+    cache.kv_cache_memory_bytes = cache_bytes(
+        values_per_token * model.dtype.itemsize,
+        max_len=model.max_model_len,
+        num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        block_size=cache.block_size,
     )
-    needed = num_blocks * cache.block_size * values_per_token * model.dtype.itemsize
+
+
+def cache_bytes(
+    bytes_per_token: int, *, max_len: int, num_seqs: int, block_size: int = BLOCK_SIZE
+) -> int:
+    """Return the size of the cache of `num_seqs` sequences, or what is spared of the memory."""
+    needed = num_seqs * -(-max_len // block_size) * block_size * bytes_per_token
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    cache.kv_cache_memory_bytes = int(min(needed, CACHE_FRACTION * free))
+    return int(min(needed, CACHE_FRACTION * free))
+
+
+def check_head_size(facts: "PretrainedConfig", path: str, *, instead: str) -> None:
+    """Raise ConfigError for a model whose heads the CPU build has no kernel for; `instead` is what
+    to type to do without vLLM. An engine would start, and fail at its first step.
+    """
+    text = facts.get_text_config()
+    num_heads, is_latent = getattr(text, "num_attention_heads", 0), hasattr(text, "kv_lora_rank")
+    if not num_heads or is_latent:
+        return
+    size = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    if size in USUAL_HEAD_SIZES:
+        return
+    from vllm.platforms import current_platform  # noqa: PLC0415 - takes seconds
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415 - takes seconds
+        CPUAttentionBackend as Backend,
+    )
+
+    if not Backend.supports_head_size(size):
+        known = ", ".join(map(str, Backend.get_supported_head_sizes()))
+        raise ConfigError(
+            f"{path} has attention heads of size {size}, and vLLM on a CPU computes those of "
+            f"{known} only. Take another model, or type {instead}."
+        )
 
 
 def before_reload(model: nn.Module) -> None:

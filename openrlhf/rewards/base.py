@@ -43,11 +43,11 @@ class RewardBatch:
 
     def name_of(self, index: int) -> str:
         """Name the sample at a position, for a message."""
-        return f"sample {self.sample_ids[index] if self.sample_ids else index}"
+        return f"sample {self.sample_ids[index] if self.sample_ids else index + 1}"
 
     def names(self) -> str:
         """Name all samples, for a message: the first few and how many more."""
-        ids = self.sample_ids or [str(index) for index in range(len(self))]
+        ids = self.sample_ids or [str(number) for number in range(1, len(self) + 1)]
         rest = len(ids) - MAX_NAMES_SHOWN
         shown = ", ".join(ids[:MAX_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
         return f"sample{'s' if len(ids) > 1 else ''} {shown}"

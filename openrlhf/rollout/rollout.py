@@ -149,13 +149,13 @@ class GroupStream:
         """Start the samples of prompts, in order; of prompts that are sampled in rounds, start one
         round.
 
-        Sample ids are "<tag>/<row>/<k>", so a tag may not come twice with a row.
+        Sample ids are "<tag>/<row>/<k>", rows counted from 1: a tag may not come twice with a row.
         """
         self.num_running += len(prompts)
         for key, prompt in prompts:
             sampling = self._sampling.for_row(prompt.row_id)
             request = RolloutRequest(
-                prompt, sampling, f"{tag}/{prompt.row_id}", next(self._group_ids)
+                prompt, sampling, f"{tag}/{prompt.row_id + 1}", next(self._group_ids)
             )
             task = asyncio.ensure_future(self._run(key, request))
             self._tasks.add(task)

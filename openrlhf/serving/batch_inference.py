@@ -33,6 +33,7 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import VLLMEngine, check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered, RewardError
 from openrlhf.models.loading import (
@@ -199,8 +200,10 @@ class BatchTask:
 def check_model(config: BatchInferenceConfig, path: str, facts: PretrainedConfig) -> None:
     """Raise ConfigError for a model that cannot do the task here."""
     if config.eval_task == "generate_vllm":
-        check_vllm_is_installed(instead="--eval_task generate, which does without it")
+        instead = "--eval_task generate, which does without it"
+        check_vllm_is_installed(instead=instead)
         refuse_adapter(path, "--pretrain")
+        check_head_size(facts, path, instead=instead)
         return
     check_here(config.ds, trains=False)
     if config.eval_task == "rm":

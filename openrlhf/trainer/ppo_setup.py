@@ -7,6 +7,7 @@ loaded.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import news
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import SamplingSettings
+from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.loading import check_value_model, read_configs
@@ -36,6 +38,8 @@ from openrlhf.utils.tokenizer import Tokenizer, TokenTexts, eos_token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+INSTEAD_OF_VLLM = "--vllm_num_engines 0: then the policy generates itself"
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,7 @@ def prepare_inputs(
     ):
         gathered.attempt(partial(check_function, formula, name))
     if has_engines:
-        instead = "--vllm_num_engines 0: then the policy generates itself"
-        gathered.attempt(lambda: check_vllm_is_installed(instead=instead))
+        gathered.attempt(lambda: check_vllm_is_installed(instead=INSTEAD_OF_VLLM))
     if agent_path := config.train.agent_func_path:
         gathered.attempt(lambda: load_agent(agent_path))
     policy = check_models(config, gathered, has_engines=has_engines)
@@ -236,6 +239,8 @@ def check_models(
         gathered.attempt(partial(_check_positions, config, name, facts))
     if path in found and has_engines:
         gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
+        if find_spec("vllm"):
+            gathered.attempt(partial(check_head_size, found[path], path, instead=INSTEAD_OF_VLLM))
     return found.get(path)
 
 

@@ -5,13 +5,14 @@ model is loaded.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
@@ -167,37 +168,55 @@ def say_inputs(recipe: Recipe, config: ConfigT, inputs: Inputs) -> None:
 
 
 def say_start(trainer: BaseTrainer[Any, Any]) -> None:
-    """Print the banner: model, data, batch arithmetic, run folder."""
-    config, inputs, strategy = trainer.config, trainer.inputs, trainer.strategy
-    parameters = list(trainer.engine.module.parameters())
+    """Print the banner."""
+    engine, strategy = trainer.engine, trainer.strategy
+    sections = banner_sections(
+        trainer.config,
+        trainer.inputs,
+        list(engine.module.parameters()),
+        stage=engine.zero_stage,
+        ranks=f"{strategy.topology.world_size} on {strategy.device.type}",
+    )
+    print_banner(sections)
+
+
+def banner_sections(
+    config: SupervisedConfig,
+    inputs: Inputs,
+    parameters: Sequence[nn.Parameter],
+    *,
+    stage: int,
+    ranks: str,
+) -> dict[str, Mapping[str, object]]:
+    """Return the lines a run opens with: model, data, batch arithmetic, run folder. `stage`: the
+    ZeRO stage that runs.
+    """
     num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     num_trained = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
     trained = "" if num_trained == num_parameters else f", {format_count(num_trained)} trained"
-    asked, stage, train = config.ds.zero_stage, trainer.engine.zero_stage, config.train
-    print_banner(
-        {
-            "model": {
-                "base": inputs.model_path,
-                "parameters": format_count(num_parameters) + trained,
-                "type": str(parameters[0].dtype).removeprefix("torch."),
-            },
-            "machine": {
-                "ranks": f"{strategy.topology.world_size} on {strategy.device.type}",
-                "ZeRO stage": stage if stage == asked else f"{asked}, runs as {stage} here",
-                "threads": os.environ.get("OMP_NUM_THREADS", torch.get_num_threads()),
-            },
-            "data": {
-                "rows": len(inputs.samples),
-                "tokens": format_count(int(inputs.samples.lengths.sum())),
-                "evaluation": len(inputs.eval_samples) if inputs.eval_samples else "none",
-            },
-            "training": {
-                "batch": f"{train.batch_size} rows in micro-batches of {train.micro_batch_text}",
-                "updates": f"{trainer.num_updates} in {train.max_epochs} epoch(s)",
-                "run folder": config.ckpt.output_dir,
-            },
-        }
-    )
+    asked, train, num_rows = config.ds.zero_stage, config.train, len(inputs.samples)
+    return {
+        "model": {
+            "base": inputs.model_path,
+            "parameters": format_count(num_parameters) + trained,
+            "type": str(parameters[0].dtype).removeprefix("torch."),
+        },
+        "machine": {
+            "ranks": ranks,
+            "ZeRO stage": stage if stage == asked else f"{asked}, runs as {stage} here",
+            "threads": os.environ.get("OMP_NUM_THREADS", torch.get_num_threads()),
+        },
+        "data": {
+            "rows": num_rows,
+            "tokens": format_count(int(inputs.samples.lengths.sum())),
+            "evaluation": len(inputs.eval_samples) if inputs.eval_samples else "none",
+        },
+        "training": {
+            "batch": f"{train.batch_size} rows in micro-batches of {train.micro_batch_text}",
+            "updates": f"{num_updates(config, num_rows)} in {train.max_epochs} epoch(s)",
+            "run folder": config.ckpt.output_dir,
+        },
+    }
 
 
 class Checkpointer:

@@ -44,7 +44,7 @@ class PromptRecord:
 class Rollout:
     """A sample of one prompt; T tokens in all, A of them sampled by the policy."""
 
-    sample_id: str  # "<episode>/<row>/<k>", unique in a run
+    sample_id: str  # "<tag>/<row>/<k>", rows counted from 1; unique in a run
     group_id: int  # samples of the same prompt in the same step share it
     row_id: int  # row of the prompt data set
     token_ids: Tensor  # (T,) int64: prompt and everything that followed

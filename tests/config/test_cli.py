@@ -6,6 +6,7 @@ of asynchronous training: test_settings.py; GPUs: tests/serving/test_batch_infer
 """
 
 import os
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -15,7 +16,9 @@ import pytest
 from openrlhf.cli import main as console
 from openrlhf.cli.runner import Command
 from openrlhf.config.base import walk
-from openrlhf.config.cli import help_text, parse_config
+from openrlhf.config.cli import parse_config
+from openrlhf.config.common import RunConfig
+from openrlhf.config.help import help_text
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
@@ -24,7 +27,7 @@ from tests.config.test_settings import CONFIGS
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
 COMMANDS = ["sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local"]
-COMMANDS += ["replay", "eval", "infer", "serve-rm", "merge-lora", "chat"]
+COMMANDS += ["check", "replay", "eval", "infer", "serve-rm", "merge-lora", "chat"]
 
 
 def run(*argv, env=None):
@@ -58,12 +61,13 @@ def test_help_of_every_command_imports_no_heavy_library():
     assert done.returncode == 0, done.stderr
     lines = set(done.stdout.splitlines())
     for name in COMMANDS:
-        assert {f"usage: openrlhf {name} [-h] [OPTIONS]", f"LOADED {name} []"} <= lines
+        words = "COMMAND FLAGS" if name == "check" else "[-h [all|WORD]] [OPTIONS]"
+        assert {f"usage: openrlhf {name} {words}", f"LOADED {name} []"} <= lines
 
 
 @pytest.mark.parametrize(
     ("word", "remedy"),
-    [("ppo-locl", "Type openrlhf ppo-local."), ("frobnicate", "Type one of these:")],
+    [("ppo-locl", "Type openrlhf ppo-local."), ("gpo", "Type one of these:")],
 )
 def test_an_unknown_command_gets_the_nearest_or_the_list(word, remedy, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -72,7 +76,7 @@ def test_an_unknown_command_gets_the_nearest_or_the_list(word, remedy, capsys):
     first, *rest = capsys.readouterr().err.splitlines()
     assert first == f"error: there is no command {word}. {remedy}"
     listed = [line.split()[0] for line in rest if line[:2] == "  "]
-    assert listed == (COMMANDS if word == "frobnicate" else [])
+    assert listed == (COMMANDS if word == "gpo" else [])
 
 
 @pytest.mark.parametrize("words", [["--version"], ["sft", "--version"]])
@@ -130,8 +134,10 @@ def test_one_rank_of_several_says_the_notices(rank, num_lines, monkeypatch, caps
 
 
 def test_flags_stand_in_groups_with_values_help_names_and_defaults():
-    text = help_text(PPOConfig, "openrlhf ppo")
-    assert text.startswith("usage: openrlhf ppo [-h] [OPTIONS]\n\nReinforcement learning: PPO")
+    text = help_text(PPOConfig, "openrlhf ppo", ["all"])
+    assert text.startswith(
+        "usage: openrlhf ppo [-h [all|WORD]] [OPTIONS]\n\nReinforcement learning: PPO"
+    )
     assert "\nactor.adam options:\n  `adam.*`: AdamW.\n\n  --actor.adam.lr FLOAT" in text
     words = " ".join(text.split())
     for said in (
@@ -144,19 +150,48 @@ def test_flags_stand_in_groups_with_values_help_names_and_defaults():
         "--use_ms ModelScope instead of the Hugging Face hub. (default: false)",
     ):
         assert said in words
-    text = " ".join(help_text(SFTConfig, "openrlhf sft").split())
+    text = " ".join(help_text(SFTConfig, "openrlhf sft", ["all"]).split())
     assert "(default: 'User: {}\\nAssistant: ')" in text
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)
 def test_every_name_of_every_flag_is_in_the_help(config_class):
-    text = help_text(config_class, "x", width=90)
+    text = help_text(config_class, "x", ["all"], width=90)
     words = set(text.replace(".\n", "\n").replace(". ", " ").split())
     for leaf in walk(config_class):
         assert leaf.field.description.split()[0] in text
         assert {f"--{name}" for name, _ in leaf.names} <= words, leaf.path
     broken = [line for line in text.splitlines() if "{" not in line]  # choices stay on one line
     assert max(map(len, broken)) <= 104  # the notes at the top are not broken
+
+
+@pytest.mark.parametrize("config_class", [c for c in CONFIGS if issubclass(c, RunConfig)])
+def test_help_without_a_word_is_where_to_start_and_twenty_settings(config_class):
+    text = help_text(config_class, "openrlhf x")
+    shown = {leaf.path for leaf in walk(config_class) if f"\n  {leaf.flag} " in text}
+    assert shown == {*config_class.essentials}
+    assert len(config_class.essentials) == 20
+    start = text.split("Start here:\n  openrlhf x ")[1].split("  openrlhf check x ...")[0]
+    parse_config(config_class, shlex.split(start.replace("\\\n", " ")))  # a command as it stands
+
+
+def test_help_about_a_word_is_the_settings_that_hold_it(capsys):
+    console.main(["dpo", "--help", "LoRA", "alpha"])
+    flags = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "  --" in line]
+    assert flags == ["--ds.lora.alpha"]
+    with pytest.raises(SystemExit) as caught:
+        console.main(["dpo", "--help", "zero_stge"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: openrlhf dpo has no setting about zero_stge. Did you mean --help zero_stage? "
+        "--help all lists all of them.\n"
+    )
+
+
+def test_help_marks_what_is_not_built():
+    text = " ".join(help_text(PPOConfig, "openrlhf ppo", ["vision"]).split())
+    for flag in ("--actor.freeze_visual_encoder", "--data.max_images_per_prompt INT"):
+        assert f"{flag} [not built yet: vision-language models]" in text
 
 
 SFT_NEEDS = ["--pretrain", "m", "--dataset", "d", "--save_path", "run"]

@@ -51,8 +51,7 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
         parse_config(PPOConfig, line.split(), more_problems=start_problems)
     assert caught.value.problems == [
         "--gamma must be at most 1.0: 2. Type a value at most 1.0.",
-        "not yet implemented: --max_images_per_prompt and --freeze_visual_encoder (vision-language "
-        "models). Leave them out.",
+        "not yet implemented: --max_images_per_prompt (vision-language models). Leave it out.",
         f"--eval_dataset /gone/rows does not exist. {DATA_REMEDY}",
         f"--pretrain ./none does not exist. {MODEL_REMEDY}",
         f"--critic_pretrain ~/no-such-model does not exist. {MODEL_REMEDY}",

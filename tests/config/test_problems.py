@@ -79,7 +79,7 @@ PPO_PROBLEMS = [
      "group_norm, or file.py:name of your own."),
     ("--report_to slack",
      "--report_to is unknown: slack. Type one of wandb, all, tensorboard, none."),
-    ("--qqqq 1", "--qqqq is not a known name. --help lists all of them."),
+    ("--qqqq 1", "--qqqq is not a known name. --help all lists all of them."),
     ("--policy_loss_type PPO",
      "--policy_loss_type must be one of ppo, gspo, cispo, sapo: PPO. Type ppo, or file.py:name of "
      "your own."),
@@ -218,3 +218,9 @@ def test_scores_of_several_reward_models_have_the_names_of_the_models() -> None:
         ("a/rm,b/rm,c", ["rm_1", "rm_2", "c"]),
     ):
         assert RewardConfig(model_name_or_path=paths).model_names == names
+
+
+def test_a_flag_given_twice_with_other_values_is_said():
+    line = "--gamma 1 --lambd 0.9 --lambd 0.95 --gamma 1"
+    assert "--lambd is given twice: 0.9 and 0.95. The last counts." in notices(PPOConfig, line)
+    assert not any("--gamma" in said for said in notices(PPOConfig, line))

@@ -41,7 +41,7 @@ def generate(tmp_path, tokenizer, texts, *, policy=None, say=None, code=TWO_TURN
 def test_rollouts_come_prompt_by_prompt_with_all_that_training_needs(tmp_path, tiny_tokenizer):
     batch = generate(tmp_path, tiny_tokenizer, ["a", "abc"], num_samples=2)
     names = [r.sample_id for r in batch.rollouts]
-    assert names == ["step1/0/0", "step1/0/1", "step1/1/0", "step1/1/1"]
+    assert names == ["step1/1/0", "step1/1/1", "step1/2/0", "step1/2/1"]
     assert [r.group_id for r in batch.rollouts] == [0, 0, 1, 1]
     assert [r.reward for r in batch.rollouts] == [0.5, 0.5, 1.5, 1.5]
     rollout = batch.rollouts[2]
@@ -94,7 +94,7 @@ def test_an_engine_that_fails_ends_the_run_whatever_code_and_policy(tmp_path, ti
     """
     policy = FailurePolicy(4, drops=True, max_dropped=1)
 
-    with pytest.raises(EngineError, match="step1/0/0: the engine is down"):
+    with pytest.raises(EngineError, match="step1/1/0: the engine is down"):
         generate(tmp_path, tiny_tokenizer, ["ok"], policy=policy, say=say, code=code)
 
 

@@ -55,16 +55,16 @@ def test_a_group_comes_out_scored_while_others_still_generate():
     stream = open_stream([engine], HeldSource(answers=failing_for()))
     submit(stream, [4, 7])
     assert stream.num_running == 2 and stream.finished(0.0) == []
-    engine.answer("t/7")
+    engine.answer("t/8")
     [group] = fetch(stream, 1)
     assert (group.key, group.failure, stream.num_running) == ((0, 7), None, 1)
-    assert [r.sample_id for r in group.rollouts] == ["t/7/0", "t/7/1"]
+    assert [r.sample_id for r in group.rollouts] == ["t/8/0", "t/8/1"]
     assert [r.reward for r in group.rollouts] == [7.0, 7.0]
     first = group.rollouts[0]
     assert (first.prompt_text, first.response_text, first.label) == ("prompt 7", "8 9", 7)
     assert first.weight_versions.tolist() == [3, 3]
     assert stream.take_metrics()["num_generated_tokens"] == 4
-    engine.answer("t/4", version_starts=((0, 2), (1, 3)))  # of every token
+    engine.answer("t/5", version_starts=((0, 2), (1, 3)))  # of every token
     [other] = fetch(stream, 1)
     assert other.rollouts[0].weight_versions.tolist() == [2, 3]
     assert other.rollouts[0].group_id != first.group_id
@@ -76,12 +76,12 @@ def test_every_prompt_goes_to_the_engine_with_the_least_to_do():
     engines = [HeldEngine(), HeldEngine()]
     stream = open_stream(engines)
     submit(stream, range(5))
-    assert [list(e.asked) for e in engines] == [["t/0", "t/2", "t/4"], ["t/1", "t/3"]]
-    for name in ("t/0", "t/2"):
+    assert [list(e.asked) for e in engines] == [["t/1", "t/3", "t/5"], ["t/2", "t/4"]]
+    for name in ("t/1", "t/3"):
         engines[0].answer(name)
     fetch(stream, 2)
     submit(stream, [5, 6, 7])
-    assert [list(e.asked) for e in engines] == [["t/4", "t/5", "t/6"], ["t/1", "t/3", "t/7"]]
+    assert [list(e.asked) for e in engines] == [["t/5", "t/6", "t/7"], ["t/2", "t/4", "t/8"]]
     stream.close()
 
 
@@ -89,15 +89,15 @@ def test_a_busy_scorer_gets_full_batches_and_an_idle_one_no_pauses():
     engine, source = HeldEngine(), HeldSource(is_held=True)
     stream = open_stream([engine], source, batch_size=4)
     submit(stream, range(5))
-    engine.answer("t/0")
+    engine.answer("t/1")
     until(lambda: len(source.batches) == 1)
     for row in (1, 2, 3):  # rows 1 and 2 fill a batch; row 3 waits for another one
-        engine.answer(f"t/{row}")
+        engine.answer(f"t/{row + 1}")
     until(lambda: len(source.batches) == 2)
-    assert source.batches == [["t/0/0", "t/0/1"], ["t/1/0", "t/1/1", "t/2/0", "t/2/1"]]
-    engine.answer("t/4")  # the last one: nothing else can fill the batch
+    assert source.batches == [["t/1/0", "t/1/1"], ["t/2/0", "t/2/1", "t/3/0", "t/3/1"]]
+    engine.answer("t/5")  # the last one: nothing else can fill the batch
     until(lambda: len(source.batches) == 3)
-    assert source.batches[2] == ["t/3/0", "t/3/1", "t/4/0", "t/4/1"]
+    assert source.batches[2] == ["t/4/0", "t/4/1", "t/5/0", "t/5/1"]
     while source.held:
         source.release()
     assert sorted(group.key[1] for group in fetch(stream, 5)) == [0, 1, 2, 3, 4]
@@ -132,11 +132,11 @@ def test_a_reward_that_cannot_be_had_ends_the_stream():
     engine = HeldEngine()
     stream = open_stream([engine], HeldSource(answers=failing_for(1)))
     submit(stream, [0, 1])
-    engine.answer("t/1")
+    engine.answer("t/2")
     with pytest.raises(RewardError, match="cannot score 1"):
         fetch(stream, 1)
     stream.close()
-    assert engine.aborted == ["t/0"]
+    assert engine.aborted == ["t/1"]
 
 
 def test_scores_for_some_groups_only_are_refused():
@@ -147,10 +147,10 @@ def test_scores_for_some_groups_only_are_refused():
     engine = HeldEngine()
     stream = open_stream([engine], HeldSource(answers=answer), batch_size=2)
     submit(stream, [0, 1])
-    engine.answer("t/0")
-    fetch(stream, 1)
     engine.answer("t/1")
-    with pytest.raises(RewardError, match="sample t/1/0 has no score and others"):
+    fetch(stream, 1)
+    engine.answer("t/2")
+    with pytest.raises(RewardError, match="sample t/2/0 has no score and others"):
         fetch(stream, 1)
     stream.close()
 
@@ -161,7 +161,7 @@ def test_an_engine_that_fails_ends_the_stream(how):
     stream = open_stream(engines)
     submit(stream, [0])
     if how == "answer":
-        engines[0].fail("t/0", EngineError("out of memory"))
+        engines[0].fail("t/1", EngineError("out of memory"))
         with pytest.raises(EngineError, match="out of memory"):
             fetch(stream, 1)
     else:
@@ -176,10 +176,10 @@ def test_closing_abandons_what_runs_and_ends_the_threads():
     engines = [HeldEngine(), HeldEngine()]
     stream = open_stream(engines, HeldSource(is_held=True))
     submit(stream, range(4))
-    engines[0].answer("t/0")  # is being scored
+    engines[0].answer("t/1")  # is being scored
     stream.close()
     stream.close()
-    assert engines[0].aborted == ["t/2"] and sorted(engines[1].aborted) == ["t/1", "t/3"]
+    assert engines[0].aborted == ["t/3"] and sorted(engines[1].aborted) == ["t/2", "t/4"]
 
 
 def test_an_engine_that_hangs_ends_the_stream_at_its_deadline(monkeypatch):
@@ -190,7 +190,7 @@ def test_an_engine_that_hangs_ends_the_stream_at_its_deadline(monkeypatch):
     with pytest.raises(EngineError, match=r"engine 0 did not answer in 0\.05 s"):
         fetch(stream, 1)
     stream.close()
-    assert engine.aborted == ["t/0"]
+    assert engine.aborted == ["t/1"]
 
 
 def test_models_that_may_not_run_beside_generation_wait_for_its_end():
@@ -203,11 +203,11 @@ def test_models_that_may_not_run_beside_generation_wait_for_its_end():
     engine = HeldEngine()
     stream = open_stream([engine], ModelScorer({"m": forward}))
     submit(stream, range(3))
-    engine.answer("t/0")
     engine.answer("t/1")
+    engine.answer("t/2")
     until(lambda: stream.scorer.num_unscored == 2)
     assert not stream.finished(0.1) and not sizes
-    engine.answer("t/2")
+    engine.answer("t/3")
     assert len(fetch(stream, 3)) == 3 and sizes == [6]
     stream.close()
 
@@ -224,7 +224,7 @@ def test_prompts_that_come_together_are_one_batch_of_an_engine_without_streaming
     stream = open_stream([Whole()])
     stream.submit([((0, row), prompt(row)) for row in range(20)], tag="t")
     fetch(stream, 20)
-    assert calls == [[f"t/{row}" for row in range(20)]]
+    assert calls == [[f"t/{row + 1}" for row in range(20)]]
     stream.close()
 
 
@@ -279,7 +279,7 @@ def samples_of(*completions: Completion) -> list[Rollout]:
 def test_tokens_and_log_probs_are_kept() -> None:
     edge = Completion((0, 9), (0.0, -80.0), "length", weight_version=0)
     first, second = samples_of(GOOD, edge)
-    assert (first.sample_id, second.sample_id) == ("t/0/0", "t/0/1")
+    assert (first.sample_id, second.sample_id) == ("t/1/0", "t/1/1")
     assert first.token_ids.tolist() == [1, 2, 3, 4]
     assert first.logprobs.tolist() == pytest.approx([-0.5, -0.7])
     assert second.token_ids.tolist() == [1, 2, 0, 9]
@@ -303,11 +303,11 @@ def test_an_impossible_answer_is_an_error(token_ids: tuple, logprobs: tuple, sai
     bad = Completion(token_ids, logprobs, "stop", weight_version=0)
     with pytest.raises(EngineError) as caught:
         samples_of(GOOD, bad)
-    assert str(caught.value) == f"sample t/0/1: {said}"
+    assert str(caught.value) == f"sample t/1/1: {said}"
 
 
 def test_an_answer_with_too_few_samples_is_an_error() -> None:
-    with pytest.raises(EngineError, match="request t/0: 1 completions, asked for 2"):
+    with pytest.raises(EngineError, match="request t/1: 1 completions, asked for 2"):
         samples_of(GOOD)
 
 

@@ -51,7 +51,6 @@ def local_cluster(
     config: PPOConfig, classes: Mapping[str, type], *, run_dir: str, resume_step: int
 ) -> Iterator[Cluster]:
     """Start one rank of every role and at most one engine in this process; end them at last."""
-    num_engines = config.vllm.num_engines or 0
     dtype = policy_dtype(config, has_gpus=torch.cuda.is_available())
     with ExitStack() as stack:
         stack.callback(shut_down)
@@ -60,11 +59,16 @@ def local_cluster(
             worker = kind(config, role, run_dir)
             worker.setup()
             groups[role] = WorkerGroup(worker)
-        if num_engines:
+        if config.vllm.num_engines:
             engines = [VLLMEngine(engine_config(config, dtype=dtype, resume_step=resume_step))]
             stack.callback(engines[0].shutdown)
-        demands = [RoleDemand(role, 1, role) for role in [*classes, *["vllm"] * num_engines]]
-        yield Cluster(demands, None, dtype, groups, engines)
+        yield Cluster(local_demands(config, classes), None, dtype, groups, engines)
+
+
+def local_demands(config: PPOConfig, roles: Iterable[str]) -> list[RoleDemand]:
+    """Return what the roles of a run in this process need, and its engine."""
+    engines = ["vllm"] * (config.vllm.num_engines or 0)
+    return [RoleDemand(role, 1, role) for role in [*roles, *engines]]
 
 
 @contextmanager

@@ -1,0 +1,40 @@
+"""`openrlhf check COMMAND FLAGS`: what a training run would find out and take, without the run.
+
+Exit code 0: nothing is wrong; 2: every problem is a line on stderr.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+
+from openrlhf.cli.main import COMMANDS, command_of
+
+TRAINING = ("sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local")
+USAGE = "\n".join(
+    [
+        "usage: openrlhf check COMMAND FLAGS\n",
+        "Say what a training command with these flags would train, the memory and disk it takes,",
+        "two rows as the model reads them and their rewards; and all that is wrong, in one list.",
+        "Exit code 0: nothing is wrong. 2: something is.\n",
+        *(f"  {name:<11} {COMMANDS[name][1]}" for name in TRAINING),
+    ]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check the training command that the first word names."""
+    word, *flags = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    name = command_of(word)
+    if name in TRAINING:
+        command = import_module(f"openrlhf.cli.{COMMANDS[name][0]}").main
+        replace(command, name=f"openrlhf check {name}")(flags, only_checks=True)
+    elif word in ("-h", "--help"):
+        print(USAGE)
+    else:
+        print(f"error: {word} is no training command. Type one of these:\n{USAGE}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

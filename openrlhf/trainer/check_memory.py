@@ -1,0 +1,193 @@
+"""The memory that a model takes on each device of its ranks, and on the disk, worked out from its
+config before any weight is read.
+
+Weights, gradients and optimizer states are exact sums of what DeepSpeed holds. What a micro-batch
+takes is an estimate from the sizes of a layer; kernels and fragments of memory add to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig
+
+from openrlhf.algorithms.tokens import MAX_LOGIT_ROWS
+from openrlhf.config.base import CommandConfig
+from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.distributed.strategy import MAX_BUCKET_SIZE, ModelFacts, effective_stage
+from openrlhf.models.adapters import add_lora
+from openrlhf.models.loading import load_config, resolve_dtype
+from openrlhf.models.support import num_experts_per_token
+
+FP32 = 4  # bytes of a number
+FOUR_BITS = 0.53  # bytes of a number in NF4, with its scales
+MOMENTS = 2  # that Adam keeps of each trained number
+MAX_WHOLE = 1_000_000_000  # parameters that ZeRO-3 holds whole at a time
+PROCESS = 0.6e9  # of CUDA or of Python's libraries, for each process
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of a run, and what it does there."""
+
+    path: str
+    trains: bool = False
+    scores: bool = False  # with a scalar head
+    recomputes: bool = False  # activations, in the backward pass
+    offload: bool = False  # its weights, to the machine's memory
+    num_ranks: int = 1
+    num_tokens: int = 1  # of a micro-batch
+    pool: str = ""  # models of one pool share devices
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model without its weights."""
+
+    module: nn.Module  # on torch's device `meta`
+    config: PretrainedConfig
+    dtype: torch.dtype
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of weights."""
+        return sum(p.numel() for p in self.module.parameters())
+
+    @property
+    def num_trained(self) -> int:
+        """Return the number of weights that learn: those of an adapter, or all."""
+        return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+
+    def num_bytes(self, ds: DeepSpeedConfig) -> float:
+        """Return the size of the weights as they are loaded."""
+        whole = float(self.num_parameters * self.dtype.itemsize)
+        if not ds.load_in_4bit:
+            return whole
+        layers = [m.weight for m in self.module.modules() if isinstance(m, nn.Linear)]
+        vocab_size = self.config.get_text_config().vocab_size  # of a head, which stays as it is
+        packed = sum(weight.numel() for weight in layers if len(weight) != vocab_size)
+        return whole - packed * (self.dtype.itemsize - FOUR_BITS)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes of a model on one device, and in the machine's memory where it is offloaded."""
+
+    weights: float
+    states: float = 0.0  # gradients, master weights and moments
+    work: float = 0.0  # one micro-batch
+    host: float = 0.0
+
+    def times(self, number: int) -> "Share":
+        """Return what several ranks take."""
+        return Share(
+            *(number * value for value in (self.weights, self.states, self.work, self.host))
+        )
+
+
+def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cuda: bool) -> Shape:
+    """Return a model without weights, with its adapter if it trains with one."""
+    trust = command.trust_remote_code
+    facts = load_config(model.path, trust_remote_code=trust)
+    dtype = resolve_dtype(ds.param_dtype, facts, device_type="cuda" if is_cuda else "cpu")
+    kind: Any = transformers.AutoModelForCausalLM
+    if model.scores:
+        kind, facts.num_labels = transformers.AutoModelForSequenceClassification, 1
+    with torch.device("meta"):
+        module = kind.from_config(facts, dtype=dtype, trust_remote_code=trust)
+    return Shape(add_lora(module, ds.lora) if model.trains else module, facts, dtype)
+
+
+def facts_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> ModelFacts:
+    """Return what DeepSpeed's configuration depends on."""
+    return ModelFacts(shape.dtype, shape.num_parameters, model.num_ranks // ds.tensor_parallel_size)
+
+
+def share_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> Share:
+    """Return what one rank of a model takes."""
+    size, facts = shape.dtype.itemsize, facts_of(shape, model, ds)
+    num_copies, learnt = facts.num_copies, shape.num_trained / ds.tensor_parallel_size
+    weights = shape.num_bytes(ds) / ds.tensor_parallel_size
+    work = activations(shape, model, ds)
+    stage = effective_stage(ds, facts)
+    if not model.trains:
+        stage = 3 if model.offload or ds.zero_stage == 3 else 0
+    if stage == 3:
+        weights /= num_copies
+        work += size * min(MAX_WHOLE, shape.num_parameters)
+    if not model.trains:
+        host = weights if model.offload else 0.0
+        return Share(weights - host, 0.0, work, host)
+    gradients, states = FP32 * learnt, FP32 * MOMENTS * learnt
+    if stage > 0:  # ZeRO keeps master weights in fp32, and moves gradients in buckets
+        states = (states + FP32 * learnt) / num_copies
+        work += 2 * size * min(MAX_BUCKET_SIZE, learnt)
+    if stage > 1:
+        gradients /= num_copies
+    host = gradients + states if ds.adam_offload else 0.0
+    return Share(weights, gradients + states - host, work, host)
+
+
+def peaks_of(
+    shares: Sequence[Share], *, engine: float, engine_sleeps: bool, states_sleep: bool
+) -> tuple[float, float]:
+    """Return the most bytes that models and an engine on one device take at a time: those that are
+    certain, and all of them with micro-batches.
+    """
+    held = sum(s.weights + (0 if states_sleep else s.states) for s in shares)
+    certain = peak = held + engine
+    for share in shares:
+        busy = held + (share.states if states_sleep else 0) + (0 if engine_sleeps else engine)
+        certain, peak = max(certain, busy), max(peak, busy + share.work)
+    return certain, peak
+
+
+def cache_bytes_per_token(shape: Shape) -> int:
+    """Return the bytes of keys and values of a token in an engine."""
+    text = shape.config.get_text_config()
+    return 2 * text.num_hidden_layers * _key_size(text) * shape.dtype.itemsize
+
+
+def _num_heads(text: PretrainedConfig) -> int:
+    return int(getattr(text, "num_attention_heads", None) or 1)  # Mamba has none
+
+
+def _head_size(text: PretrainedConfig) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // _num_heads(text))
+
+
+def _key_size(text: PretrainedConfig) -> int:
+    return _head_size(text) * int(getattr(text, "num_key_value_heads", None) or _num_heads(text))
+
+
+def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
+    """Return the bytes of a forward pass over a micro-batch: what is kept of every layer for the
+    backward pass, its input alone where that recomputes; and the logits of a chunk.
+    """
+    text, size = shape.config.get_text_config(), shape.dtype.itemsize
+    hidden, queries = text.hidden_size, _head_size(text) * _num_heads(text)
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    if num_chosen := num_experts_per_token(shape.config):
+        inner = num_chosen * (getattr(text, "moe_intermediate_size", None) or inner)
+    # Two norms, which compute in fp32; inputs of the projections; queries, keys, values and their
+    # mix; gate, up, their product and the activation of the MLP.
+    wide = 2 * hidden + 2 * queries + 2 * _key_size(text) + 4 * inner
+    layer = (2 * (FP32 + size) * hidden + size * wide) / ds.tensor_parallel_size
+    kept = 0.0
+    if model.trains:
+        kept = text.num_hidden_layers * (size * hidden if model.recomputes else layer)
+        kept += (FP32 + 2 * size) * hidden  # the last norm and the input of the head
+        layer = layer if model.recomputes else 0.0
+    num_tokens = model.num_tokens / ds.ring_attn_size
+    num_logits = min(MAX_LOGIT_ROWS, num_tokens) * text.vocab_size / ds.tensor_parallel_size
+    return (kept + layer) * num_tokens + 2 * FP32 * num_logits
+
+
+def in_words(num_bytes: float) -> str:
+    """Return a size as people read it: 3.4 MB, 0.27 GB, 14.2 GB."""
+    if num_bytes < 1e8:
+        return f"{num_bytes / 1e6:.1f} MB"
+    return f"{num_bytes / 1e9:.{1 if num_bytes >= 1e10 else 2}f} GB"

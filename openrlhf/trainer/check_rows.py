@@ -1,0 +1,121 @@
+"""Two rows of a data set as the model reads them, what is learnt in colour, and the rewards of two
+rows for responses that are known: the row's own label and that of another row.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import rich.text
+
+from openrlhf.config.base import Caution
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.tokenized import TokenizedDataset
+from openrlhf.engines.base import Completion, GenerationRequest
+from openrlhf.errors import RewardError
+from openrlhf.rollout.engine_pool import EnginePool
+from openrlhf.rollout.rollout import RolloutRequest
+from openrlhf.rollout.scoring import SourceScorer
+from openrlhf.trainer.ppo_setup import RunInputs
+from openrlhf.utils.logging import is_terminal, make_console, notice, say_notices
+from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.tokenizer import Tokenizer
+
+NUM_ROWS = 2
+NUM_COMPARED = 100  # rows among which a label of another kind is looked for
+MAX_CHARS = 800  # of a part of a row, the middle of which is left out beyond
+WITHOUT_LABEL = ("yes", "no")  # responses to rows without a label
+LEARNT = "bold green"
+MARKS = ("«", "»")  # around what is learnt, where there are no colours
+
+
+def say_rows(samples: TokenizedDataset, tokenizer: Tokenizer) -> None:
+    """Print the first rows with what is learnt of them."""
+    console, is_coloured = make_console(), is_terminal()
+    for index in range(min(NUM_ROWS, len(samples))):
+        sequences = samples.sequences(index)
+        for number, (ids, targets) in enumerate(sequences, start=1):
+            part = f", sequence {number} of {len(sequences)}" if len(sequences) > 1 else ""
+            learnt = f", {int(targets.sum())} learnt" if targets.any() else ""
+            notice(f"\n{samples.place(index)}{part}: {len(ids)} tokens{learnt}")
+            console.print(shown(ids.tolist(), targets.tolist(), tokenizer, is_coloured=is_coloured))
+
+
+def shown(
+    ids: Sequence[int], targets: Sequence[bool], tokenizer: Tokenizer, *, is_coloured: bool
+) -> rich.text.Text:
+    """Return the text of tokens, its targets in colour, or else between MARKS."""
+    text, marks = rich.text.Text(), ("", "") if is_coloured else MARKS
+    for is_target, pairs in groupby(zip(ids, targets, strict=True), key=lambda pair: pair[1]):
+        part = tokenizer.decode([token for token, _ in pairs], skip_special_tokens=False)
+        part = shortened(part)
+        text.append(marks[0] + part + marks[1] if is_target else part, LEARNT if is_target else "")
+    return text
+
+
+def shortened(text: str) -> str:
+    """Return a text without its middle if it is long."""
+    half = MAX_CHARS // 2
+    left_out = len(text) - 2 * half
+    return text if left_out <= 0 else f"{text[:half]} […{left_out:,} characters…] {text[-half:]}"
+
+
+def try_rewards(config: PPOConfig, inputs: RunInputs) -> list[str]:
+    """Print the rewards of the first rows, for the row's label and for another row's as response;
+    return what is wrong with the source.
+    """
+    if inputs.reward_source is None:
+        if agent := config.train.agent_func_path:
+            notice(f"\nrewards come from the agent {agent}: they were not tried")
+        elif config.reward.model_paths:
+            notice("\nrewards come from models, which are not loaded here: they were not tried")
+        return []
+    near = [inputs.prompts[index] for index in range(min(NUM_COMPARED, len(inputs.prompts)))]
+    labels = [_words(prompt.label) for prompt in near]
+    others = [next((word for word in labels if word != own), "") for own in labels[:NUM_ROWS]]
+    scorer = SourceScorer(inputs.reward_source, config.rollout.micro_batch_size, max_steps=1)
+    problems, is_same = [], True
+    for index, other in enumerate(others):
+        words = (labels[index], other) if labels[index] else WITHOUT_LABEL
+        group, outcome = asyncio.run(_scored(scorer, inputs, index, [w for w in words if w]))
+        if isinstance(outcome, RewardError):
+            problems.append(str(outcome))
+            continue
+        notice(f"\nreward of {inputs.prompts.place(index)}, label {near[index].label!r}")
+        for sample, response in zip(outcome, group, strict=True):
+            notice(f"  response {shortened(response.plain_response)!r}: {sample.reward:g}")
+        is_same = is_same and len({sample.reward for sample in outcome}) == 1
+    if is_same and not problems and any(labels):
+        told = "the reward of a row's own label is that of another row's. Look at the form that "
+        say_notices([Caution(f"{told}the function reads, such as \\boxed{{}}, and at --label_key")])
+    return problems
+
+
+class _Given:
+    """An engine whose responses are given."""
+
+    def __init__(self, completions: list[Completion]) -> None:
+        self.completions = completions
+
+    async def sample(self, request: GenerationRequest) -> list[Completion]:
+        return self.completions
+
+
+async def _scored(
+    scorer: SourceScorer, inputs: RunInputs, index: int, words: Sequence[str]
+) -> tuple[list[Rollout], list[Rollout] | RewardError]:
+    """Return samples of a prompt with these responses, and the same with their rewards."""
+    tokenizer, ends = inputs.tokenizer, inputs.sampling.stop_token_ids[:1]
+    answers = [(*tokenizer.encode(word, add_special_tokens=False), *ends) for word in words]
+    completions = [Completion(ids, (0.0,) * len(ids), "stop", 0) for ids in answers]
+    engine = EnginePool([_Given(completions)], tokenizer, vocab_size=inputs.vocab_size)
+    sampling = replace(inputs.sampling, num_samples=len(completions))
+    group = await engine.act(RolloutRequest(inputs.prompts[index], sampling, "check", 0))
+    [outcome] = await scorer.score([group])
+    return group, outcome
+
+
+def _words(label: object) -> str:
+    return label if isinstance(label, str) else json.dumps(label, default=str, ensure_ascii=False)

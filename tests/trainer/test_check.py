@@ -1,0 +1,179 @@
+"""`openrlhf check`: one list of everything that is wrong, and what a run would train and take."""
+
+from pathlib import Path
+
+import pytest
+
+from openrlhf.cli import check, train_ppo_ray
+from tests.tiny import make_model, write_jsonl
+
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return [float(q[len(p):].startswith(label)) for q, p, label in zip(queries, prompts, labels)]
+"""
+SIZES = (
+    "--advantage_estimator group_norm --n_samples_per_prompt 2 --rollout_batch_size 8 "
+    "--train_batch_size 8 --micro_train_batch_size 4 --prompt_max_len 64 --generate_max_len 16 "
+    "--label_key answer"
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with prompts, dialogues, a reward function and a model, and no Ray cluster."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    rows = [{"question": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 12)]
+    write_jsonl("prompts.jsonl", rows)
+    turns = [("user", "1+1?"), ("assistant", "2")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    write_jsonl("dialogues.jsonl", [{"messages": messages}] * 3)
+    Path("reward.py").write_text(REWARD)
+    Path("model").symlink_to(tiny_model_dir)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, str, list[str]]:
+    """Exit code, output and errors of a check in this process."""
+    code = 0
+    try:
+        check.main(words)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    said = capsys.readouterr()
+    errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    return code, said.out, [line.removeprefix("error: ") for line in errors]
+
+
+def ppo(**flags: str) -> list[str]:
+    named = {
+        "pretrain": "model",
+        "prompt_data": "prompts.jsonl",
+        "input_key": "question",
+        "remote_rm_url": "reward.py",
+        "save_path": "run",
+        **flags,
+    }
+    return [
+        "ppo",
+        *SIZES.split(),
+        *(word for name, value in named.items() for word in (f"--{name}", value)),
+    ]
+
+
+def test_a_check_says_what_would_be_trained_and_touches_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = sorted(Path().iterdir())
+    code, out, errors = run(capsys, ppo(save_steps="5", ckpt_path="ckpt"))
+    assert (code, errors) == (0, [])
+    for words in (
+        "8 prompts x 2 samples = 16; 2 update(s) of 8 samples a step",
+        "2 (11 prompts x 1 episode(s))",
+        "1 x vLLM of 1 device(s) each",
+        "gradients and optimizer + ",
+        # The longest prompt has 6 tokens.
+        "micro-batch of 88 tokens",
+        "weights and cache",  # of the engine
+        "this machine",
+        "are free",
+        "checkpoints  3 of ",
+        "prompts.jsonl: row 1: 4 tokens\n1+1=\n",
+        "reward of prompts.jsonl: row 1, label '2'\n  response '2': 1\n  response '4': 0\n",
+        "reward of prompts.jsonl: row 2, label '4'\n  response '4': 1\n  response '2': 0\n",
+    ):
+        assert words in out
+    assert out.endswith("no problem was found\n")
+    assert sorted(Path().iterdir()) == before
+
+
+def test_problems_of_all_stages_are_one_list(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text("x = 1\n")
+    words = ppo(eval_dataset="gone.jsonl", input_key="quest", ring_attn_size="2")
+    words += [
+        "--train_batch_sise",
+        "8",
+        "--train_batch_size",
+        "64",
+        "--actor_num_gpus_per_node",
+        "1",
+    ]
+    code, out, errors = run(capsys, words)
+    assert code == 2
+    parts = (
+        "--train_batch_sise is not a known name",  # the command line
+        "--train_batch_size 64 is more than the 16 samples",  # arithmetic
+        "--eval_dataset gone.jsonl does not exist",  # files
+        "actor: 1 rank(s) cannot be divided by --ring_attn_size 2",  # placement
+        "column 'quest' is not in the data set",  # columns
+        "reward.py has no reward_func",  # rewards
+    )
+    assert len(errors) == len(parts)
+    for part, error in zip(parts, errors, strict=True):
+        assert part in error
+    assert "no problem" not in out
+
+
+def test_a_machine_that_is_not_here_can_be_planned_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    code, out, [error, *_] = run(capsys, ppo(actor_num_gpus_per_node="1"))
+    assert code == 2
+    assert error.startswith("Not enough GPUs: need 4, have 2.")
+    words = [*ppo(actor_num_gpus_per_node="2"), "--colocate_all_models", "--bf16"]
+    code, out, errors = run(capsys, words)
+    assert (code, errors) == (0, [])
+    assert "vllm           2        2  shared by all\n  need 2 x GPU, have 2\n" in out
+    assert "95% of its GPU" in out
+    assert "a GPU of shared by all" in out
+
+
+def test_target_modules_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "sft --pretrain model --dataset dialogues.jsonl --save_path run --lora_rank 2 "
+    code, _, [error] = run(capsys, [*words.split(), "--target_modules", "nowhere"])
+    assert code == 2
+    assert error.startswith("--target_modules nowhere: ")
+
+
+def test_what_is_learnt_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "sft --pretrain model --dataset dialogues.jsonl --save_path run --train_batch_size 2"
+    code, out, errors = run(capsys, words.split())
+    assert (code, errors) == (0, [])
+    assert (
+        "dialogues.jsonl: row 1: 9 tokens, 2 learnt\n<|user|>1+1?<|end|><|assistant|>«2<|end|>»"
+        in out
+    )
+    assert "2 rows in micro-batches of 8 rows" in out
+
+
+def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text("def reward_func(queries, prompts, labels):\n    return 1 / 0\n")
+    code, _, errors = run(capsys, ppo())
+    assert code == 2
+    assert any("reward.py:2: ZeroDivisionError" in error for error in errors)
+
+
+def test_a_command_that_is_none_gets_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, [error] = run(capsys, ["infer", "--pretrain", "model"])
+    assert (code, error) == (2, "infer is no training command. Type one of these:")
+    # Nothing can be looked at without data.
+    code, _, [error] = run(capsys, ["ppo", "--pretrain", "model", "--remote_rm_url", "reward.py"])
+    assert code == 2
+    assert error.startswith("No prompt data is named.")
+
+
+def test_heads_that_vllm_cannot_compute_are_refused_before_a_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_model("narrow", hidden_size=48, num_heads=2)  # 24 numbers a head
+    code, _, [error] = run(capsys, ppo(pretrain="narrow"))
+    assert code == 2
+    assert error.startswith(
+        "narrow has attention heads of size 24, and vLLM on a CPU computes those"
+    )
+    with pytest.raises(SystemExit) as stop:
+        train_ppo_ray.main(ppo(pretrain="narrow")[1:])
+    assert stop.value.code == 2
+    assert error in capsys.readouterr().err
+    assert run(capsys, ppo(pretrain="narrow", vllm_num_engines="0"))[0] == 0
