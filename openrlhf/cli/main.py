@@ -17,6 +17,7 @@ COMMANDS = {
     "kd": ("train_kd", "knowledge distillation"),
     "ppo": ("train_ppo_ray", "reinforcement learning on Ray: PPO, REINFORCE++, RLOO, GRPO"),
     "ppo-local": ("train_ppo", "the same in the launching process(es), without Ray"),
+    "report": ("report", "curves, samples and settings of runs as a page"),
     "infer": ("batch_inference", "answer prompts or score answers in bulk"),
     "serve-rm": ("serve_rm", "a reward model behind HTTP"),
     "merge-lora": ("lora_combiner", "merge an adapter into its base model"),

@@ -228,6 +228,7 @@ class CommandConfig(Base):
 
     # Section -> the leaves of it that the command has; all of those that are not named here.
     shows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    operands: ClassVar[str] = ""  # the leaf whose values may stand before all flags
 
     use_ms: bool = switch("ModelScope instead of the Hugging Face hub.")
     trust_remote_code: bool = switch("Run Python files that come with a model or tokenizer.")

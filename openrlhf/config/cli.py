@@ -125,6 +125,8 @@ class Reading(Generic[ConfigT]):
     def _flags(self, argv: Sequence[str]) -> Iterator[Setting]:
         """Yield each flag of a command line with the words after it."""
         words: list[str] | None = None
+        if self.config_class.operands and argv and not argv[0].startswith("-"):
+            argv = [f"--{self.config_class.operands}", *argv]
         for token in argv:
             if token.startswith("--") and token[2:3].isalpha():
                 typed, has_value, value = token.partition("=")

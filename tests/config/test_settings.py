@@ -19,6 +19,7 @@ from openrlhf.config.serving import (
     BatchInferenceConfig,
     ChatConfig,
     LoraCombinerConfig,
+    ReportConfig,
     ServeRewardConfig,
 )
 from openrlhf.config.supervised import (
@@ -47,6 +48,7 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "serve_rm": ServeRewardConfig,
     "lora_combiner": LoraCombinerConfig,
     "interactive_chat": ChatConfig,
+    "report": ReportConfig,
 }
 CONFIGS = tuple(COMMANDS.values())
 TIME = re.compile(r"\d{8}-\d{6}|\d{4}T\d\d:\d\d|\d{4}T\d{6}")
