@@ -117,7 +117,11 @@ function page(rows, query) {
 }
 
 function grouped(samples) {
-  const groups = Map.groupBy(samples, (sample) => `${sample.file} ${sample.group_id}`);
+  const groups = new Map();
+  for (const sample of samples) {
+    const key = `${sample.file} ${sample.group_id}`;
+    groups.set(key, [...(groups.get(key) || []), sample]);
+  }
   return [...groups.values()].map((members) => {
     const rewards = members.map((sample) => sample.reward).filter((reward) => reward != null);
     const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
