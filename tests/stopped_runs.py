@@ -10,7 +10,7 @@ from pathlib import Path
 from openrlhf.distributed.checkpoints import RunCheckpoints
 from openrlhf.distributed.collectives import shut_down
 
-CLOCKED = ("time", "timing", "token")
+CLOCKED = ("time", "timing", "token", "memory")
 
 
 class Stop(BaseException):

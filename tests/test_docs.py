@@ -264,7 +264,7 @@ def check_run_folder(run_dir: Path) -> None:
 
     names = {path.name for path in run_dir.iterdir()}
     promised = {"config.yaml", "metrics.jsonl", "logs", "config.json", "tokenizer.json"}
-    assert promised | {"chat_template.jinja"} <= names
+    assert promised | {"chat_template.jinja", "report.html", "curves.png"} <= names
     transformers.AutoModelForCausalLM.from_pretrained(run_dir)
 
 

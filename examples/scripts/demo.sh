@@ -7,7 +7,6 @@ cd "$(dirname "$0")/../.."
 
 OUT=${OUT:-runs/demo}
 SEED=${SEED:-0}
-MIN_GAIN=${MIN_GAIN:-0.25}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 # Idle thread pools must sleep: two that spin on two cores slow each other tenfold.
 export KMP_BLOCKTIME=${KMP_BLOCKTIME:-0} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
@@ -47,5 +46,5 @@ python -m openrlhf.cli.train_ppo_ray \
     --seed "$SEED" \
     --save_path "$OUT/rl" --ckpt_path "$OUT/rl/checkpoints"
 
-echo "[4/4] before and after"
-python examples/python/plot_run.py "$OUT/rl" --min_gain "$MIN_GAIN"
+echo "[4/4] before and after, as a page and a picture"
+python -m openrlhf.cli.report "$OUT/rl"

@@ -20,6 +20,7 @@ COMMANDS = {
     "replay": ("replay", "a step of an RL run again, with its loss token by token"),
     "eval": ("evaluate", "pass@1, pass@k and mean reward of models, with intervals"),
     "check": ("check", "what a training command would do, take and stumble over, without it"),
+    "report": ("report", "curves, samples and settings of runs as a page"),
     "infer": ("batch_inference", "answer prompts or score answers in bulk"),
     "serve-rm": ("serve_rm", "a reward model behind HTTP"),
     "merge-lora": ("lora_combiner", "merge an adapter into its base model"),

@@ -228,3 +228,27 @@ class ReplayConfig(CommandConfig):
         None, "Folder of the run; it may stand before all flags.", needed="run", opens="folder"
     )
     step: int = option(1, "Step that was kept: by --dump, or because it failed.", ge=1)
+
+
+class ReportConfig(CommandConfig):
+    """Curves, hints, samples and settings of runs as one HTML page (report)."""
+
+    operands: ClassVar = "runs"
+
+    runs: tuple[str, ...] = option((), "Folders of the runs; they may stand before all flags.")
+    output_path: str | None = option(
+        None,
+        "HTML file to write, with curves.png beside it; unset: report.html in the folder of the "
+        "run, or here for several.",
+        "output",
+        opens="output_file",
+    )
+    serve: bool = switch("Show the page at an address of this machine, with all samples.")
+    port: int = option(8008, "Port of --serve; 0: a free one, which is said.", ge=0, le=65535)
+
+    def problems(self) -> Iterator[str]:
+        """Add what is missing, and a file that is not written."""
+        yield from super().problems()
+        if not self.runs:
+            yield "No run is named. Type openrlhf report RUN, a folder named by --save_path."
+        yield from clashes(("--output", "--serve", self.serve and self.output_path is not None))

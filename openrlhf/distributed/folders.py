@@ -29,7 +29,8 @@ MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side 
 HOLDER = "running.json"
 FINISHED = "finished.json"  # in a run folder whose model is that of the last step
 
-RECORDS = ("config.yaml", "metrics.jsonl", "rollouts", "dumps", FINISHED)
+RECORDS = ("config.yaml", "metrics.jsonl", "rollouts", "dumps")
+RECORDS += ("report.html", "curves.png", FINISHED)
 MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
     *("adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),

@@ -27,6 +27,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.utils.callbacks import Callback
+from openrlhf.utils.gpus import peak_memory_gib
 from openrlhf.utils.logging import RunClock, eval_line, notice, step_line, warn
 from openrlhf.utils.metrics import Metrics, merged, standard_errors
 from openrlhf.utils.packing import Batch
@@ -226,6 +227,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             return Metrics()
         seconds = time.monotonic() - start
         metrics.add("timing/step_total", seconds)
+        metrics.add("memory/peak_gib", peak_memory_gib(self.engine.device), reduction="max")
         num_tokens = sum(self._lengths[row] for row in rows)
         metrics.add("tokens_per_s", num_tokens / seconds, weight=seconds)
         return metrics

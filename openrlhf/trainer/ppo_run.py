@@ -18,6 +18,7 @@ from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
 from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
+from openrlhf.report.report import reporting
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.agents.episodes import agent_rollouts, agent_setup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
@@ -88,7 +89,8 @@ def _open_and_run(
     make_trainer: MakeTrainer | None,
 ) -> None:
     source = inputs.reward_source
-    with closing(source) if source else nullcontext(), holding_folders(config.ckpt):
+    closed = closing(source) if source else nullcontext()
+    with closed, holding_folders(config.ckpt), reporting(inputs.run_dir):
         redirect_framework_logs(inputs.run_dir, "driver")
         opened = open_run(config, inputs)
         if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):

@@ -6,7 +6,6 @@ model is loaded.
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +40,7 @@ from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import Gathered
 from openrlhf.models.loading import read_configs, say_padded
 from openrlhf.models.support import check_here, num_positions
+from openrlhf.report.report import reporting
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, num_updates
 from openrlhf.utils import stopping
 from openrlhf.utils.adapter_folder import base_of_adapter
@@ -67,7 +67,10 @@ MODEL = "model"  # the engine's folder in a checkpoint
 def run_supervised(recipe: Recipe, config: ConfigT, *, callbacks: Sequence[Callback] = ()) -> None:
     """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
     topology = Topology.from_env(local_rank=config.local_rank)
-    with holding_folders(config.ckpt) if topology.is_main else nullcontext():
+    if topology.is_main:
+        with holding_folders(config.ckpt), reporting(Path(config.ckpt.output_dir)):
+            _run(recipe, config, topology, callbacks)
+    else:
         _run(recipe, config, topology, callbacks)
 
 

@@ -1,13 +1,18 @@
-"""The GPUs that this machine shows, and a check that torch can use them.
+"""The GPUs that this machine shows, a check that torch can use them, and the memory a process took.
 
 Torch is imported late: some who ask change the choice before any library looks at it.
 """
 
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openrlhf.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    import torch
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HIDDEN = "-1"  # among its names: no GPU
@@ -47,3 +52,12 @@ def check_torch_uses(names: list[str], who: str) -> None:
             "of torch and an NVIDIA driver >= 580, or set CUDA_VISIBLE_DEVICES= (for `ray start` "
             "too) to run on the CPU."
         ) from error
+
+
+def peak_memory_gib(device: "torch.device") -> float:
+    """Return the most memory this process has held so far: of its GPU, or of the machine."""
+    import torch  # noqa: PLC0415 - see above
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # in KiB

@@ -30,7 +30,9 @@ _LOGGER.propagate = False
 
 STDERR = "_stderr"  # behind a metric's name: the standard error of its mean
 LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-FRAMEWORK_LOGGERS = ("vllm", "ray", "DeepSpeed", "transformers", "datasets", "py.warnings")
+FRAMEWORK_LOGGERS = (
+    *("vllm", "ray", "DeepSpeed", "transformers", "datasets", "matplotlib", "py.warnings"),
+)
 FRAMEWORK_SWITCHES = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_VERBOSITY": "error",

@@ -21,6 +21,7 @@ from openrlhf.config.serving import (
     ChatConfig,
     LoraCombinerConfig,
     ReplayConfig,
+    ReportConfig,
     ServeRewardConfig,
 )
 from openrlhf.config.supervised import (
@@ -51,6 +52,7 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "lora_combiner": LoraCombinerConfig,
     "interactive_chat": ChatConfig,
     "replay": ReplayConfig,
+    "report": ReportConfig,
 }
 CONFIGS = tuple(COMMANDS.values())
 TIME = re.compile(r"\d{8}-\d{6}|\d{4}T\d\d:\d\d|\d{4}T\d{6}")

@@ -232,5 +232,5 @@ def test_a_model_that_the_new_run_starts_from_stays_where_it_is(words, tmp_path,
     assert f"the records of the run before in {run}" in capsys.readouterr().out
     assert (run / "model.safetensors").exists()
     assert {path.name for path in (run / "aside-1").iterdir()} == {
-        *("config.yaml", "finished.json", "metrics.jsonl"),
+        *("config.yaml", "finished.json", "metrics.jsonl", "report.html", "curves.png"),
     }

@@ -148,6 +148,7 @@ def test_the_demo_makes_warms_up_trains_and_reports(run_script, tmp_path):
         "examples/python/make_demo.py",
         "-m",
         "-m",
-        "examples/python/plot_run.py",
+        "-m",
     ]
     assert [parse(call).train.seed for call in calls[1:3]] == [3, 3]
+    assert parse(calls[3]).runs == (str(tmp_path / "demo" / "rl"),)

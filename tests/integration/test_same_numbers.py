@@ -124,7 +124,9 @@ def run_cases() -> dict[str, list[dict[str, float]]]:
 
 def is_recorded(name: str) -> bool:
     """Return True for what follows from seed and data alone, and is not a difference near 0."""
-    return not name.startswith(("time", "timing", "token", "agent", "vllm_kl", "logprobs_diff"))
+    return not name.startswith(
+        ("time", "timing", "token", "memory", "agent", "vllm_kl", "logprobs_diff")
+    )
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,11 @@ def metrics_of(folder: Path) -> list[dict]:
     """The log without what a clock decides."""
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
     return [
-        {k: v for k, v in r.items() if k not in ("time", "timing/step_total", "tokens_per_s")}
+        {
+            k: v
+            for k, v in r.items()
+            if k not in ("time", "timing/step_total", "tokens_per_s", "memory/peak_gib")
+        }
         for r in records
     ]
 

@@ -36,6 +36,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, UpdateStep
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray.launcher import Health, node_address, own_gpu
+from openrlhf.utils.gpus import peak_memory_gib
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
@@ -198,6 +199,8 @@ class TrainedWorker(ModelWorker):
                 self.after_step()
                 metrics.add(f"{self.prefix}_lr", self.engine.lr, reduction="max")
         self.engine.module.eval()
+        memory_gib = peak_memory_gib(self.engine.device)
+        metrics.add(f"memory/{self.prefix}_gib", memory_gib, reduction="max")
         return notes.result()
 
     def updates_done(self) -> int:

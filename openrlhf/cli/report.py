@@ -1,0 +1,38 @@
+"""`openrlhf report RUN [RUN...]`: what happened in runs, as one HTML page."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from openrlhf.cli.runner import Command
+from openrlhf.config.serving import ReportConfig
+
+
+def load(config: ReportConfig) -> Callable[[], None]:
+    """Return what writes or serves the report."""
+    paths = [Path(run).expanduser() for run in config.runs]
+    if config.serve:
+        from openrlhf.report.server import serve  # noqa: PLC0415 - --help needs no server
+
+        return partial(serve, paths, config.port, say=partial(print, flush=True))
+    return partial(write, paths, config.output_path)
+
+
+def write(paths: Sequence[Path], output: str | None) -> None:
+    """Write the files and print where they are."""
+    from openrlhf.report.page import results  # noqa: PLC0415 - as above
+    from openrlhf.report.report import PICTURE_FILE, REPORT_FILE, write_report  # noqa: PLC0415
+
+    default = paths[0] / REPORT_FILE if len(paths) == 1 else Path(REPORT_FILE)
+    path = Path(output) if output else default
+    for run in write_report(paths, path):
+        for name, text in results(run).items():
+            print(f"{run.name}: {name} {text}")
+    print(f"report: {path}")
+    print(f"curves: {path.with_name(PICTURE_FILE)}")
+
+
+main = Command("openrlhf report RUN [RUN...]", ReportConfig, load)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Writes `report.html` and `curves.png`: for `openrlhf report`, and at the end of each run."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from openrlhf.errors import first_line
+from openrlhf.report.run_folder import CONFIG_FILE, Run, read_runs
+from openrlhf.utils.logging import notice, warn
+from openrlhf.utils.threads import start_thread
+
+REPORT_FILE = "report.html"
+PICTURE_FILE = "curves.png"
+TIMEOUT_S = 60.0  # that the end of a run waits for its report
+
+
+def write_report(run_dirs: Sequence[Path], output_path: Path, *, ending: str = "") -> list[Run]:
+    """Write the report of runs, and their curves as a PNG beside it; return the runs.
+
+    `ending` says by which error the run ended. Raises ConfigError for a folder that is no run.
+    """
+    # Heavy, and of no use before a run ends.
+    from openrlhf.report.curves import make_panels  # noqa: PLC0415
+    from openrlhf.report.page import make_page  # noqa: PLC0415
+    from openrlhf.report.picture import draw_curves  # noqa: PLC0415
+
+    runs = read_runs(run_dirs, ending=ending)
+    panels = make_panels(runs)
+    unfinished = output_path.with_suffix(".partial")
+    unfinished.write_text(make_page(runs, panels, is_served=False), encoding="utf-8")
+    unfinished.replace(output_path)
+    draw_curves(panels, output_path.with_name(PICTURE_FILE))
+    return runs
+
+
+@contextmanager
+def reporting(run_dir: Path) -> Iterator[None]:
+    """Write the report of the run that starts in this block, however it ends; nothing if none
+    starts.
+    """
+    before, ending = _started(run_dir), ""
+    try:
+        yield
+    except BaseException as error:
+        ending = f"{type(error).__name__}: {first_line(error)}"
+        raise
+    finally:
+        if _started(run_dir) != before:
+            _report(run_dir, ending)
+
+
+def _started(run_dir: Path) -> int | None:
+    """Return when a run began in a folder: it writes its config then."""
+    file = run_dir / CONFIG_FILE
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def _report(run_dir: Path, ending: str) -> None:
+    """Write a report, or warn that there is none: an error in it is none of the run."""
+    path = run_dir / REPORT_FILE
+    failures: list[BaseException] = []
+    write = partial(write_report, [run_dir], path, ending=ending)
+    thread = start_thread("report", write, failures.append)
+    thread.join(TIMEOUT_S)
+    if failures or thread.is_alive():
+        reason = first_line(failures[0]) if failures else f"not done within {TIMEOUT_S:g} s"
+        warn(f"{path} was not written ({reason}). Type: openrlhf report {run_dir}")
+    else:
+        notice(f"report: {path}")

@@ -1,0 +1,127 @@
+"""What a run folder says of its run: metrics, settings, hints, and how far it came."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import yaml
+
+from openrlhf.errors import ConfigError
+from openrlhf.utils.logging import format_seconds, hints, needed_history
+from openrlhf.utils.tracking import METRICS_FILE, read_metrics
+
+Record = Mapping[str, float | None]  # a value that was not finite is None
+CONFIG_FILE = "config.yaml"
+MODEL_SETTINGS = ("actor.model_name_or_path", "model.model_name_or_path")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder that was read; `ending` says by which error the run ended, if that is known."""
+
+    name: str
+    path: Path
+    records: Sequence[Record]
+    settings: Mapping[str, str]  # by dotted name
+    ending: str = ""
+
+    @property
+    def last_step(self) -> int:
+        """Return the last step that was logged; 0 before the first."""
+        return max((int(record["step"] or 0) for record in self.records), default=0)
+
+    @cached_property
+    def hints(self) -> list[tuple[int, str]]:
+        """Return what was wrong, and at which step it began: the hints that the console showed, and
+        the metrics that were not finite.
+        """
+        found, history = [], []
+        for record in self.records:
+            step = int(record["step"] or 0)
+            lost = [name for name, value in record.items() if value is None]
+            if lost:
+                found.append((step, f"not finite: {', '.join(lost)}"))
+            if _is_evaluation(record):
+                continue
+            values = {name: value for name, value in record.items() if value is not None}
+            found += [(step, line.removeprefix("hint: ")) for line in hints(values, history)]
+            history = needed_history([*history, values])
+        return found
+
+    def series(self, name: str) -> tuple[list[int], list[float | None]]:
+        """Return steps and values of a metric; of several values of a step the last."""
+        found = {int(r["step"] or 0): r[name] for r in self.records if name in r}
+        return list(found), list(found.values())
+
+    def facts(self) -> dict[str, str]:
+        """Return what is known of the run as a whole, by title."""
+        times = [record["time"] or 0.0 for record in self.records if "time" in record]
+        facts = {"folder": str(self.path), "state": self._state()}
+        if times:
+            facts["first to last record"] = format_seconds(max(times) - min(times))
+        for name in MODEL_SETTINGS:
+            if name in self.settings:
+                facts["model"] = self.settings[name]
+        return facts
+
+    def _state(self) -> str:
+        if self.ending:
+            return f"ended after step {self.last_step}: {self.ending}"
+        if (self.path / "finished.json").exists():
+            return f"finished, step {self.last_step}"
+        if self.records and all(map(_is_evaluation, self.records)):
+            return f"evaluation, step {self.last_step}"
+        return f"at step {self.last_step}, not finished"
+
+
+def read_runs(paths: Sequence[Path], *, ending: str = "") -> list[Run]:
+    """Read run folders; raise ConfigError with a line for each that is none."""
+    wrong = [
+        f"{path} is no run folder: it has no {METRICS_FILE}. Type a folder that a run wrote, the "
+        "one named by --save_path."
+        for path in paths
+        if not (path / METRICS_FILE).exists() and not (path / CONFIG_FILE).exists()
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    paths = list({path.resolve(): path for path in paths}.values())
+    return [
+        Run(name, path, _records(path), _settings(path), ending)
+        for name, path in zip(short_names(paths), paths, strict=True)
+    ]
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Return the ends of paths, as many parts as it takes to tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts), default=1)):
+        names = [os.path.join(*part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _is_evaluation(record: Record) -> bool:
+    return any(name.startswith("eval") for name in record)
+
+
+def _records(path: Path) -> list[Record]:
+    file = path / METRICS_FILE
+    return [record for record in read_metrics(file) if "step" in record] if file.exists() else []
+
+
+def _settings(path: Path) -> dict[str, str]:
+    file = path / CONFIG_FILE
+    tree = yaml.safe_load(file.read_text()) if file.exists() else None
+    return dict(_leaves(tree or {}))
+
+
+def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,175 @@
+"""All samples of a run for a server: DuckDB sorts, filters and searches what a table shows; tokens
+are read from the file of the one sample that is looked at.
+"""
+
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+
+from openrlhf.errors import ConfigError, first_line
+from openrlhf.report.samples import COLUMNS, Row, plain, sample_of
+
+SEARCHED = ("prompt", "response", "label")
+MAX_QUERIES = 8  # whose order is remembered
+MAX_PREVIEW = 300  # characters of a text in a table
+GROUP_COLUMNS = {
+    "prompt": "any_value(prompt)",
+    "label": "any_value(label)",
+    "datasource": "any_value(datasource)",
+    "num_samples": "count(*)",
+    "reward": "avg(reward)",
+    "reward_std": "stddev_samp(reward)",
+    "reward_min": "min(reward)",
+    "reward_max": "max(reward)",
+    "num_actions": "avg(num_actions)",
+}
+
+
+@dataclass(frozen=True)
+class Query:
+    """What a table shows of the samples of a file (all files without one)."""
+
+    file: str | None = None
+    group_id: int | None = None
+    search: str = ""
+    sort: str | None = None
+    is_descending: bool = False
+    page: int = 1
+    size: int = 50
+
+
+class SampleIndex:
+    """The samples in `run_dir`, as they are at the last `refresh`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / "rollouts"
+        self._spill = tempfile.TemporaryDirectory(prefix="openrlhf-report-")
+        self._lock = threading.Lock()
+        self._known: set[tuple[str, int]] = set()  # files and their times
+        self._found: dict[tuple[object, ...], list[int]] = {}  # by query, in order
+        self._db = duckdb.connect(config={"temp_directory": self._spill.name})
+        columns = "".join(f", {name} {kind}" for name, kind in COLUMNS.items())
+        self._db.execute(f"CREATE TABLE samples (file VARCHAR, number BIGINT{columns})")
+
+    def refresh(self) -> None:
+        """Read the files that are new, and forget those that are gone."""
+        with self._lock:
+            paths = self.folder.glob("*step_*.parquet")
+            now = {(path.name, path.stat().st_mtime_ns) for path in paths}
+            gone, new = (
+                sorted({name for name, _ in part})
+                for part in (self._known - now, now - self._known)
+            )
+            self._db.execute("DELETE FROM samples WHERE list_contains(?, file)", [gone])
+            if new:
+                try:
+                    self._insert(new)
+                except duckdb.Error as error:
+                    raise ConfigError(
+                        f"the samples in {self.folder} cannot be read: {first_line(error)}. Move "
+                        "the file that is damaged to another folder."
+                    ) from error
+            self._known, self._found = now, {}
+
+    def _insert(self, names: Sequence[str]) -> None:
+        paths = [str(self.folder / name) for name in names]
+        source = "read_parquet(?, union_by_name=true, filename=true, file_row_number=true)"
+        described = self._db.execute(f"DESCRIBE SELECT * FROM {source}", [paths]).fetchall()
+        found = {name for name, *_ in described}
+        columns = {name: name if name in found else "NULL" for name in COLUMNS}
+        columns["group_id"] = f"coalesce({columns['group_id']}, {columns['row_id']})"
+        chosen = ", ".join(f"CAST({columns[name]} AS {kind})" for name, kind in COLUMNS.items())
+        self._db.execute(
+            f"INSERT INTO samples SELECT parse_filename(filename), file_row_number, {chosen} "
+            f"FROM {source}",
+            [paths],
+        )
+
+    def samples(self, query: Query) -> Row:
+        """Return a page of samples and how many there are in all."""
+        where, values = _condition(query)
+        order = _order(query, ("file", "number", *COLUMNS), "file, number")
+        places = self._places(f"{where}{order}", values)
+        start = (query.page - 1) * query.size
+        shown = places[start : start + query.size]
+        chosen = ", ".join(
+            f"left({name}, {MAX_PREVIEW}) AS {name}" if name in SEARCHED else name
+            for name in ("file", "number", *COLUMNS)
+        )
+        source = "samples JOIN (SELECT unnest(?) AS place) ON rowid = place"
+        rows = self._rows(f"SELECT {chosen} FROM {source}{order}", [shown])
+        return {"total": len(places), "rows": rows}
+
+    def _places(self, condition: str, values: Sequence[object]) -> list[int]:
+        """Return where the samples of a query are, in its order; those of the last queries are
+        kept, so that a page turns without a search.
+        """
+        key = (condition, *values)
+        if key not in self._found:
+            sql = f"SELECT rowid FROM samples{condition}"
+            found = self._db.cursor().execute(sql, values).fetchnumpy()["rowid"]
+            self._found = dict(list(self._found.items())[1 - MAX_QUERIES :]) | {key: found.tolist()}
+        return self._found[key]
+
+    def groups(self, query: Query) -> Row:
+        """Return a page of prompts with what their samples have in common, and how many prompts
+        there are in all.
+        """
+        where, values = _condition(query)
+        chosen = ", ".join(f"{what} AS {name}" for name, what in GROUP_COLUMNS.items())
+        order = _order(query, ("file", "group_id", *GROUP_COLUMNS), "file, group_id")
+        grouped = f"SELECT file, group_id, {chosen} FROM samples{where} GROUP BY file, group_id"
+        rows = self._rows(
+            f"SELECT *, count(*) OVER () AS total FROM ({grouped}){order} LIMIT ? OFFSET ?",
+            [*values, query.size, (query.page - 1) * query.size],
+        )
+        return {"total": rows[0]["total"] if rows else 0, "rows": rows}
+
+    def sample(self, file: str, number: int) -> Row | None:
+        """Return one sample with its tokens; None if there is no such file or row."""
+        if file not in {name for name, _ in self._known}:
+            return None
+        rows = self._rows(
+            "SELECT * FROM read_parquet(?, file_row_number=true) WHERE file_row_number = ?",
+            [os.fspath(self.folder / file), number],
+        )
+        for row in rows:
+            del row["file_row_number"]
+            return sample_of(row, file, number)
+        return None
+
+    def _rows(self, sql: str, values: Sequence[object]) -> list[Row]:
+        """Run a query on a connection of its own: a server has several threads."""
+        found = self._db.cursor().execute(sql, values)
+        names = [column[0] for column in found.description or ()]
+        return [dict(zip(names, map(plain, row), strict=True)) for row in found.fetchall()]
+
+
+def _condition(query: Query) -> tuple[str, list[object]]:
+    """Return the WHERE of a query, and the values in it."""
+    conditions: dict[str, list[object]] = {}
+    if query.file is not None:
+        conditions["file = ?"] = [query.file]
+    if query.group_id is not None:
+        conditions["group_id = ?"] = [query.group_id]
+    if query.search:
+        parts = " OR ".join(f"contains(lower({name}), ?)" for name in SEARCHED)
+        conditions[f"({parts})"] = [query.search.lower()] * len(SEARCHED)
+    where = " WHERE " + " AND ".join(conditions) if conditions else ""
+    return where, [value for values in conditions.values() for value in values]
+
+
+def _order(query: Query, columns: Sequence[str], fallback: str) -> str:
+    """Return ORDER BY of a query; labels that are numbers are in the order of numbers."""
+    terms = []
+    if query.sort in columns:
+        way = "DESC" if query.is_descending else "ASC"
+        if query.sort == "label":
+            terms.append(f"TRY_CAST(label AS DOUBLE) {way} NULLS LAST")
+        terms.append(f"{query.sort} {way} NULLS LAST")
+    return f" ORDER BY {', '.join([*terms, fallback])}"

@@ -1,0 +1,132 @@
+"""The samples of a run as a page reads them, and an excerpt of them for a page without a server.
+
+A file may lack columns, or have more than are known here: what is lacking is null, what is more is
+shown beside a sample.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+
+Row = dict[str, Any]
+TOKEN_COLUMNS = (
+    *("token_ids", "token_texts", "action_mask", "logprobs", "old_logprobs", "new_logprobs"),
+    *("advantages", "weight_versions"),
+)
+# Columns of a table of samples, and the type that a search or an order needs.
+COLUMNS = {
+    "sample_id": "VARCHAR",
+    "row_id": "BIGINT",
+    "group_id": "BIGINT",
+    "prompt": "VARCHAR",
+    "response": "VARCHAR",
+    "label": "VARCHAR",
+    "datasource": "VARCHAR",
+    "reward": "DOUBLE",
+    "score": "DOUBLE",
+    "advantage": "DOUBLE",
+    "num_actions": "BIGINT",
+    "finish_reason": "VARCHAR",
+    "weight_version": "BIGINT",
+}
+MAX_EXCERPT_FILES = 40
+MAX_EXCERPT_BYTES = 6_000_000
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """The samples of one step, or of one evaluation."""
+
+    name: str
+    step: int
+    is_evaluation: bool
+    num_samples: int
+
+    @property
+    def label(self) -> str:
+        """Return its name for a person."""
+        kind = "evaluation at step" if self.is_evaluation else "step"
+        return f"{kind} {self.step} ({self.num_samples} samples)"
+
+
+def step_files(run_dir: Path) -> list[StepFile]:
+    """Return the files of a run: training, then evaluations, each in order."""
+    found = []
+    for path in sorted((run_dir / "rollouts").glob("*.parquet")):
+        named = re.fullmatch(r"(eval_)?step_(\d+)\.parquet", path.name)
+        if named is not None:
+            num_samples = pyarrow.parquet.read_metadata(path).num_rows
+            found.append(StepFile(path.name, int(named[2]), bool(named[1]), num_samples))
+    return sorted(found, key=lambda file: (file.is_evaluation, file.step))
+
+
+def excerpt(run_dir: Path, files: Sequence[StepFile]) -> list[Row]:
+    """Return samples with their tokens, of steps that are spread over the run, as many as a page
+    can hold: the latest steps first, and at least one sample of each while there is room.
+    """
+    chosen = spread(files, MAX_EXCERPT_FILES)[::-1]
+    found: list[Row] = []
+    left = MAX_EXCERPT_BYTES
+    for index, file in enumerate(chosen):
+        share = left // (len(chosen) - index)
+        for row in _samples_of(run_dir, file):
+            num_bytes = len(json.dumps(row))
+            if num_bytes > (left if row["number"] == 0 else share):
+                break
+            share, left = share - num_bytes, left - num_bytes
+            found.append(row)
+    return found
+
+
+def spread(items: Sequence[Any], count: int) -> list[Any]:
+    """Return at most `count` items, evenly spread, with the first and the last."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _samples_of(run_dir: Path, file: StepFile) -> Iterator[Row]:
+    parquet = pyarrow.parquet.ParquetFile(run_dir / "rollouts" / file.name)
+    rows = (row for batch in parquet.iter_batches(batch_size=16) for row in batch.to_pylist())
+    for number, row in enumerate(rows):
+        yield sample_of(row, file.name, number)
+
+
+def sample_of(row: Mapping[str, Any], file: str, number: int) -> Row:
+    """Return a sample as the page reads it: the columns of the table, `parts` of its reward, its
+    `tokens` and `others`; `file` and `number` say where it is.
+    """
+    row = dict(row)
+    known: Row = {"file": file, "number": number}
+    for name in COLUMNS:
+        known[name] = plain(row.pop(name, None))
+    if known["label"] is not None:
+        known["label"] = str(known["label"])
+    known["group_id"] = _group_of(known)
+    tokens = {name: plain(row.pop(name, None)) for name in TOKEN_COLUMNS}
+    parts = row.pop("reward_parts", None)
+    known["parts"] = plain(json.loads(parts) if isinstance(parts, str) else parts)
+    known["tokens"] = tokens if tokens["token_texts"] is not None else None
+    known["others"] = {name: plain(value) for name, value in row.items() if value is not None}
+    return known
+
+
+def _group_of(row: Mapping[str, Any]) -> int | None:
+    return row["row_id"] if row["group_id"] is None else row["group_id"]
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: numbers to six digits, None for one that is not finite."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -1,0 +1,163 @@
+"""`openrlhf report`: the page, the server, and what the end of a run writes."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from fastapi.testclient import TestClient
+
+from openrlhf.cli.main import main
+from openrlhf.report.report import reporting
+from openrlhf.report.server import make_app
+from tests.integration.ppo_runs import GRPO, make_inputs, start
+from tests.report.run_folders import ATTACK, make_run
+
+
+class Tags(HTMLParser):
+    """The tags of a page with their attributes, as a browser reads them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def report(*words: object) -> None:
+    main(["report", *map(str, words)])
+
+
+def policy_of(page: str) -> str:
+    """What the page allows itself to load."""
+    return next(of["content"] for _, of in Tags(page).found if "content" in of)
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_a_page_has_curves_samples_and_settings_and_nothing_of_another_place(tmp_path, capsys):
+    report(make_run(tmp_path / "run"))
+    page = (tmp_path / "run" / "report.html").read_text()
+    picture = (tmp_path / "run" / "curves.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+    assert capsys.readouterr().out.splitlines() == [
+        "run: sums_pass1 0.25 ±0.12 (step 0) → 0.5 ±0.12 (step 3)",
+        f"report: {tmp_path}/run/report.html",
+        f"curves: {tmp_path}/run/curves.png",
+    ]
+    data = data_of(page)
+    assert {"reward", "KL", "memory", "loss"} <= {panel["title"] for panel in data["panels"]}
+    assert len(data["runs"][0]["samples"]) == data["runs"][0]["num_samples"] == 18
+    tags = Tags(page).found
+    assert not [of for _, of in tags if of.get("src") or "//" in of.get("href", "")]
+    assert [tag for tag, _ in tags].count("script") == 4  # no sample has made a fifth
+    assert "connect-src 'none'" in policy_of(page) and "all samples of every prompt" in page
+
+
+def test_a_response_cannot_leave_its_text(tmp_path):
+    report(make_run(tmp_path / "run"))
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert ATTACK not in page
+    texts = [row["response"] for row in data_of(page)["runs"][0]["samples"]]
+    assert ATTACK in texts
+
+
+def test_several_runs_show_which_settings_differ(tmp_path, capsys):
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", learning_rate=2e-5)]
+    report(*runs, "--output", tmp_path / "both.html")
+    page = (tmp_path / "both.html").read_text()
+    row = r"<tr( class=\"same\")?><th>{}</th><td>(.*?)</td><td>(.*?)</td></tr>"
+    assert re.search(row.format("actor.adam.lr"), page).groups() == (None, "1e-05", "2e-05")
+    assert re.search(row.format("seed"), page)[1] == ' class="same"'
+    assert (tmp_path / "curves.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "No run is named. Type openrlhf report RUN"),
+        (["missing"], "missing is no run folder: it has no metrics.jsonl"),
+        (["missing", "--serve"], "missing is no run folder"),
+        (["missing", "--serve", "--output", "x.html"], "--output with --serve"),
+    ],
+)
+def test_what_is_no_run_is_said_in_a_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        report(*words)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_server_pages_and_speaks_to_this_machine_only(tmp_path):
+    app = make_app([make_run(tmp_path / "run")])
+    client = TestClient(app, base_url="http://127.0.0.1")
+    page = client.get("/").text
+    assert data_of(page)["runs"][0]["samples"] == []
+    assert "connect-src 'self'" in policy_of(page)
+    query = {"run": 0, "sort": "reward", "is_descending": True, "size": 1}
+    found = client.get("/samples", params=query).json()
+    assert (found["total"], found["rows"][0]["reward"]) == (18, 2.25)
+    assert client.get("/groups", params={"run": 0}).json()["total"] == 9
+    place = {"run": 0, "file": "step_000001.parquet", "number": 5}
+    assert client.get("/sample", params=place).json()["tokens"]["token_ids"] == [5, 6, 7, 8, 9]
+    assert client.get("/sample", params=place | {"number": 6}).status_code == 404
+    assert client.get("/samples", params={"run": 1}).status_code == 404
+    assert client.get("/", headers={"host": "elsewhere.example"}).status_code == 400
+
+
+def test_a_run_that_fails_leaves_its_report_and_the_reason(tmp_path):
+    run_dir = tmp_path / "run"
+    with pytest.raises(ValueError), reporting(run_dir):
+        make_run(run_dir)
+        raise ValueError("weights <b>did not</b> arrive")
+    page = (run_dir / "report.html").read_text()
+    ended = "ended after step 3: ValueError: weights &lt;b&gt;did not&lt;/b&gt; arrive"
+    assert ended in page
+    assert (run_dir / "curves.png").is_file()
+
+
+def test_a_run_that_was_refused_leaves_the_folder_as_it_was(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    with pytest.raises(ValueError), reporting(run_dir):
+        raise ValueError("another seed")
+    assert not (run_dir / "report.html").exists()
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    with reporting(run_dir):
+        make_run(run_dir)
+        (run_dir / "rollouts" / "step_000001.parquet").write_bytes(b"torn")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {run_dir}/report.html was not written (")
+
+
+# A step has 16 samples. The workers that score share a file.
+FAILING = """
+from pathlib import Path
+
+SCORED = Path(__file__).with_name("scored")
+
+def reward_func(queries, prompts, labels):
+    with SCORED.open("a") as file:
+        file.write("." * len(queries))
+    if SCORED.stat().st_size > 16:
+        raise RuntimeError("the second step")
+    return [len(query) % 3 for query in queries]
+"""
+
+
+def test_training_that_fails_ends_with_a_report_of_what_there_was(tmp_path):
+    root = make_inputs(tmp_path)
+    (root / "reward.py").write_text(FAILING)
+    assert start(root, root / "run", GRPO, "--max_samples", "8") != 0
+    page = (root / "run" / "report.html").read_text()
+    assert re.search(r"ended after step 1: \w+: .*the second step", page)
+    data = data_of(page)
+    assert {"reward", "gradient norm", "memory"} <= {panel["title"] for panel in data["panels"]}
+    assert len(data["runs"][0]["samples"]) == 16

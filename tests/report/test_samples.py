@@ -1,0 +1,124 @@
+"""Samples of a run: in a page, and of any number behind a server."""
+
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from openrlhf.report import samples
+from openrlhf.report.sample_index import Query, SampleIndex
+from openrlhf.report.samples import excerpt, spread, step_files
+from openrlhf.utils.tracking import write_rollouts
+from tests.report.run_folders import make_run, sample
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = make_run(tmp_path / "run")
+    write_rollouts(path, 3, [sample(3, 0, 0)], num_kept=1000)
+    (path / "rollouts" / "step_000003.parquet").rename(
+        path / "rollouts" / "eval_step_000003.parquet"
+    )
+    return path
+
+
+@pytest.fixture
+def index(run_dir: Path) -> SampleIndex:
+    index = SampleIndex(run_dir)
+    index.refresh()
+    return index
+
+
+def ids(found: dict) -> list[str]:
+    return [row["sample_id"] for row in found["rows"]]
+
+
+def test_files_are_training_steps_and_then_evaluations(run_dir):
+    assert [file.label for file in step_files(run_dir)] == [
+        "step 1 (6 samples)",
+        "step 2 (6 samples)",
+        "evaluation at step 3 (1 samples)",
+    ]
+
+
+def test_an_excerpt_has_the_tokens_of_a_sample_and_what_an_older_file_has(run_dir):
+    found = {row["sample_id"]: row for row in excerpt(run_dir, step_files(run_dir))}
+    assert len(found) == 13
+    new, old = found["1-1-0"], found["2-1-0"]
+    assert new["tokens"]["advantages"] == [-0.5, 2.0]
+    assert new["parts"] == {"format": 0.125, "answer": 1.0}
+    assert new["others"] == {"colour": "blue"}
+    assert (old["tokens"], old["advantage"], old["group_id"]) == (None, None, 11)
+
+
+def test_an_excerpt_is_bounded_and_takes_from_all_steps(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path, num_steps=5)
+    monkeypatch.setattr(samples, "MAX_EXCERPT_BYTES", 7000)
+    monkeypatch.setattr(samples, "MAX_EXCERPT_FILES", 3)
+    found = excerpt(run_dir, step_files(run_dir))
+    assert 3 <= len(found) < 18
+    assert {row["file"] for row in found} == {f"step_00000{step}.parquet" for step in (1, 3, 5)}
+
+
+def test_a_spread_has_the_first_and_the_last():
+    assert spread([1, 2, 3, 4, 5, 6, 7], 3) == [1, 4, 7]
+    assert spread([1, 2], 3) == [1, 2]
+
+
+def test_a_page_is_sorted_searched_and_counted(index):
+    found = index.samples(Query(sort="reward", is_descending=True, size=2, page=2))
+    assert (found["total"], ids(found)) == (13, ["1-2-0", "2-2-0"])
+    by_label = index.samples(Query(file="step_000001.parquet", sort="label", size=3))
+    assert [row["label"] for row in by_label["rows"]] == ["9", "9", "10"]
+    assert index.samples(Query(search="ONERROR"))["total"] == 4
+    assert index.samples(Query(search="'; DROP TABLE samples; --"))["total"] == 0
+    assert index.samples(Query(sort="reward; DROP TABLE samples"))["total"] == 13
+
+
+def test_prompts_have_the_numbers_of_their_samples(index):
+    found = index.groups(Query(file="step_000001.parquet", sort="reward", is_descending=True))
+    assert found["total"] == 3
+    first = found["rows"][0]
+    assert (first["prompt"], first["num_samples"], first["reward"]) == ("2+1=", 2, 2.125)
+    assert (first["reward_min"], first["reward_max"]) == (2.0, 2.25)
+    by_label = index.groups(Query(file="step_000001.parquet", sort="label", size=1, page=3))
+    assert [row["label"] for row in by_label["rows"]] == ["11"]
+    assert index.samples(Query(file="step_000001.parquet", group_id=1))["total"] == 2
+    assert index.groups(Query(file="step_000002.parquet"))["total"] == 3  # by the row of the prompt
+
+
+def test_a_sample_behind_a_server_is_the_one_of_the_excerpt(index, run_dir):
+    for expected in excerpt(run_dir, step_files(run_dir)):
+        assert index.sample(expected["file"], expected["number"]) == expected
+    assert index.sample("../run/rollouts/step_000001.parquet", 0) is None
+    assert index.sample("step_000001.parquet", 6) is None
+
+
+def test_an_index_follows_a_run_that_goes_on(index, run_dir):
+    (run_dir / "rollouts" / "step_000001.parquet").unlink()
+    write_rollouts(run_dir, 4, [sample(4, 0, 0)], num_kept=1000)
+    index.refresh()
+    assert index.samples(Query())["total"] == 8
+    assert ids(index.samples(Query(file="step_000004.parquet"))) == ["4-0-0"]
+
+
+def test_a_hundred_thousand_samples_open_in_2_s_and_a_page_turns_in_200_ms(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    for step in range(1, 101):
+        columns = {name: [value] * 1000 for name, value in sample(1, 0, 0).items()}
+        columns["reward"] = [(37 * i + step) % 1000 for i in range(1000)]
+        path = tmp_path / "rollouts" / f"step_{step:06d}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    index = SampleIndex(tmp_path)
+    start = time.monotonic()
+    index.refresh()
+    opened = time.monotonic()
+    for page in (1, 1000):
+        found = index.samples(Query(sort="reward", page=page, search="it is"))
+        assert (found["total"], len(found["rows"])) == (100_000, 50)
+    turned = time.monotonic()
+    assert found["rows"][0]["reward"] == 499  # of 1000 rewards, a hundred times each
+    assert opened - start < 2
+    assert turned - opened < 2 * 0.2
