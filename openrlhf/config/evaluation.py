@@ -57,6 +57,7 @@ class EvaluatingVLLMConfig(VLLMConfig):
 class EvaluateConfig(PPOConfig):
     """Evaluate models on data with labels: pass@1, pass@k and the mean reward (eval)."""
 
+    essentials: ClassVar = ()  # `--help` shows all
     shows: ClassVar = {
         **dict.fromkeys(("actor", "critic", "ref", "algo", "eval", "logger"), ()),
         "reward": (

@@ -17,7 +17,6 @@ from openrlhf.cli import main as console
 from openrlhf.cli.runner import Command
 from openrlhf.config.base import walk
 from openrlhf.config.cli import parse_config
-from openrlhf.config.common import RunConfig
 from openrlhf.config.help import help_text
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
@@ -27,7 +26,7 @@ from tests.config.test_settings import CONFIGS
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
 COMMANDS = ["sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local"]
-COMMANDS += ["check", "replay", "eval", "infer", "serve-rm", "merge-lora", "chat"]
+COMMANDS += ["replay", "eval", "check", "report", "infer", "serve-rm", "merge-lora", "chat"]
 
 
 def run(*argv, env=None):
@@ -61,7 +60,10 @@ def test_help_of_every_command_imports_no_heavy_library():
     assert done.returncode == 0, done.stderr
     lines = set(done.stdout.splitlines())
     for name in COMMANDS:
-        words = "COMMAND FLAGS" if name == "check" else "[-h [all|WORD]] [OPTIONS]"
+        operands = {"check": "COMMAND FLAGS", "replay": "RUN ", "report": "RUN [RUN...] "}.get(
+            name, ""
+        )
+        words = operands if name == "check" else f"{operands}[-h [all|WORD]] [OPTIONS]"
         assert {f"usage: openrlhf {name} {words}", f"LOADED {name} []"} <= lines
 
 
@@ -165,7 +167,7 @@ def test_every_name_of_every_flag_is_in_the_help(config_class):
     assert max(map(len, broken)) <= 104  # the notes at the top are not broken
 
 
-@pytest.mark.parametrize("config_class", [c for c in CONFIGS if issubclass(c, RunConfig)])
+@pytest.mark.parametrize("config_class", [c for c in CONFIGS if c.essentials])
 def test_help_without_a_word_is_where_to_start_and_twenty_settings(config_class):
     text = help_text(config_class, "openrlhf x")
     shown = {leaf.path for leaf in walk(config_class) if f"\n  {leaf.flag} " in text}
