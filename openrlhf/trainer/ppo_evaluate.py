@@ -55,12 +55,12 @@ def run_evaluation(
     A program may bring the rewards that the config does not name a source of.
     """
     output = Path(config.ckpt.output_dir)
-    if (output / METRICS_FILE).exists():
+    runs = _runs(config, output)
+    if any((Path(run.ckpt.output_dir) / METRICS_FILE).exists() for run in runs):
         raise ConfigError(
             f"--save_path {output} holds the records of a run. Type another folder, or leave "
             "--save_path out."
         )
-    runs = _runs(config, output)
     source = reward_source or open_reward_source(config, log_dir=output / "logs")
     with closing(source) if source else nullcontext(), holding(output, "--save_path"):
         redirect_framework_logs(output, "driver")
