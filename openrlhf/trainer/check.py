@@ -19,7 +19,7 @@ from openrlhf.config.base import Caution, with_value
 from openrlhf.config.common import OptimizerConfig, RunConfig
 from openrlhf.config.local_paths import named_things
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, SupervisedConfig
+from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, RMConfig, SupervisedConfig
 from openrlhf.distributed import folders
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.distributed.export import check_room, free_bytes
@@ -260,7 +260,7 @@ def _supervised_models(
         case KDConfig():
             offload = config.teacher.offload
     size: dict[str, Any] = {"num_ranks": num_ranks, "num_tokens": num_tokens}
-    recomputes, scores = config.model.gradient_checkpointing_enable, config.has_value_head
+    recomputes, scores = config.model.gradient_checkpointing_enable, isinstance(config, RMConfig)
     trained = Model(path, trains=True, scores=scores, recomputes=recomputes, **size)
     frozen = {f"frozen {name}": Model(name, offload=offload, **size) for name in others}
     return {"model": trained, **frozen}
