@@ -90,19 +90,22 @@ def _open_and_run(
 ) -> None:
     source = inputs.reward_source
     closed = closing(source) if source else nullcontext()
-    with closed, holding_folders(config.ckpt), reporting(inputs.run_dir):
-        redirect_framework_logs(inputs.run_dir, "driver")
-        opened = open_run(config, inputs)
-        if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
-            return
-        say_padded(config, named_models(config))
-        with open_cluster(
-            config,
-            worker_classes(config),
-            run_dir=str(inputs.run_dir.resolve()),
-            resume_step=opened.resume_step or 0,
-        ) as cluster:
-            _run(config, inputs, cluster, opened, make_trainer or trainer_class(config))
+    with closed, holding_folders(config.ckpt):
+        with reporting(inputs.run_dir):
+            redirect_framework_logs(inputs.run_dir, "driver")
+            opened = open_run(config, inputs)
+            if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
+                return
+            say_padded(config, named_models(config))
+            with open_cluster(
+                config,
+                worker_classes(config),
+                run_dir=str(inputs.run_dir.resolve()),
+                resume_step=opened.resume_step or 0,
+            ) as cluster:
+                make = make_trainer or trainer_class(config)
+                trainer = _run(config, inputs, cluster, opened, make)
+        trainer.say_evaluations()  # a policy that got worse is the last line
 
 
 def trainer_class(config: PPOConfig) -> type[PPOTrainer]:
@@ -116,7 +119,7 @@ def _run(
     cluster: Cluster,
     opened: RunCheckpoints,
     make_trainer: MakeTrainer,
-) -> None:
+) -> PPOTrainer:
     groups, engines = cluster.groups, cluster.engines
     phases = DevicePhases(
         engines,
@@ -156,7 +159,7 @@ def _run(
     say_saved(inputs.run_dir)
     for callback in trainer.callbacks:
         callback.on_save(trainer, state.global_step, inputs.run_dir)
-    trainer.say_evaluations()
+    return trainer
 
 
 def worker_classes(config: PPOConfig) -> dict[str, type]:

@@ -68,15 +68,18 @@ def run_supervised(recipe: Recipe, config: ConfigT, *, callbacks: Sequence[Callb
     """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
     topology = Topology.from_env(local_rank=config.local_rank)
     if topology.is_main:
-        with holding_folders(config.ckpt), reporting(Path(config.ckpt.output_dir)):
-            _run(recipe, config, topology, callbacks)
+        with holding_folders(config.ckpt):
+            with reporting(Path(config.ckpt.output_dir)):
+                checkpointer = _run(recipe, config, topology, callbacks)
+            if checkpointer is not None:
+                checkpointer.say_outcome()  # a model that got worse is the last line
     else:
         _run(recipe, config, topology, callbacks)
 
 
 def _run(
     recipe: Recipe, config: ConfigT, topology: Topology, callbacks: Sequence[Callback]
-) -> None:
+) -> "Checkpointer | None":
     run_dir = Path(config.ckpt.output_dir)
     redirect_framework_logs(run_dir, f"{recipe.name}-{topology.rank}")
     if not topology.is_main:
@@ -91,7 +94,7 @@ def _run(
     is_at_end = (opened.resume_step or 0) >= num_updates(config, len(inputs.samples))
     if opened.is_done(run_dir, is_at_end=is_at_end):
         shut_down()
-        return
+        return None
     trainer = recipe(config, inputs, strategy)
     trainer.callbacks = callbacks
     check_room(hf_model_of(trainer.model), run_dir)
@@ -118,10 +121,10 @@ def _run(
     if strategy.is_main:
         opened.note_finished(run_dir, trainer.global_step)
         say_saved(run_dir)
-        checkpointer.say_outcome()
     for callback in callbacks:
         callback.on_save(trainer, trainer.global_step, run_dir)
     shut_down()
+    return checkpointer
 
 
 def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:

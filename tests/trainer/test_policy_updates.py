@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from openrlhf.algorithms.kl import kl_per_token
 from openrlhf.algorithms.off_policy import Correction
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
@@ -21,7 +22,12 @@ from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_setup import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, mix_texts, plan_updates
+from openrlhf.trainer.ppo_utils.replay_buffer import (
+    UpdateStep,
+    mix_texts,
+    plan_updates,
+    seen_column,
+)
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray import ppo_actor
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor, correction_of
@@ -442,3 +448,24 @@ def test_a_reward_model_that_cannot_be_used_is_said_before_anything_starts(
     headless, unscaled = gathered.problems
     assert f"{tiny_model_dir} has no value head. Give a reward model" in headless
     assert "std above 0" in unscaled
+
+
+def test_an_update_returns_what_its_loss_first_saw_of_each_sample(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    algo = {"kl": {"use_loss": True, "estimator": "k3"}}
+    actor = make_actor(tiny_model_dir, tmp_path, actor={"adam": {"lr": 1e-2}}, algo=algo)
+    experience = ragged_experience(8, with_ref=True)
+    before = actor.compute_logprobs(experience)
+    [steps] = plan_updates(experience, 1, train_batch_size=4, max_epochs=2, seed=0, kl_coef=0.1)
+    result = actor.fit(steps, ["new_logprobs", "kl"])
+    assert sorted(result.places) == list(range(8))
+    sizes = experience.num_actions
+    seen, kl = (seen_column([result], name, sizes) for name in ("new_logprobs", "kl"))
+    assert torch.allclose(kl, kl_per_token(seen, experience.ref_logprobs, estimator="k3"))
+    is_same = [
+        torch.allclose(*parts, atol=1e-5)
+        for parts in zip(seen.split(sizes.tolist()), before.split(sizes.tolist()), strict=True)
+    ]
+    # The second update of the first epoch sees its samples under other weights.
+    assert [place for place, same in enumerate(is_same) if same] == sorted(result.places[:4])

@@ -122,7 +122,7 @@ class PolicyModelActor(TrainedWorker):
         metrics.add("ratio_max", terms.ratio_N.max().item(), reduction="max")
         columns = {"new_logprobs": stats.logprobs, "log_ratio": terms.log_ratio_N}
         columns |= {"is_clipped": terms.is_clipped_N, "loss": loss_N}
-        for term in self._other_terms(stats, old_N, experience, step, metrics):
+        for term in self._other_terms(stats, old_N, experience, step, metrics, columns):
             loss = loss + term
         if stats.aux_loss is not None:
             aux_sum = (stats.aux_loss * batch.num_targets).sum()
@@ -175,14 +175,18 @@ class PolicyModelActor(TrainedWorker):
         experience: Experience,
         step: UpdateStep,
         metrics: Metrics,
+        columns: dict[str, Tensor],
     ) -> Iterator[Tensor]:
-        """Yield the KL to the reference and the entropy bonus, where the run has them."""
+        """Yield the KL to the reference, which joins `columns`, and the entropy bonus, where the
+        run has them.
+        """
         kl, ref_N = self.config.algo.kl, experience.ref_logprobs
         if kl.use_loss and ref_N is not None:
             kl_N = kl_per_token(stats.logprobs, ref_N, estimator=kl.estimator)
             if kl.unbiased_gradient:
                 kl_N = with_reverse_kl_gradient(kl_N, stats.logprobs, old_N, ref_N)
             metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
+            columns["kl"] = kl_N
             yield step.kl_coef * self._aggregate(kl_N, experience, step)
         coef = self.config.actor.entropy_coef
         if coef is not None and stats.entropy is not None:
