@@ -220,7 +220,7 @@ def is_loopback(host: str) -> bool:
 
 
 class ReportConfig(CommandConfig):
-    """Curves, hints, samples and settings of runs as one HTML page (report)."""
+    """Curves, hints, samples and settings of runs as one HTML page (report RUN [RUN...])."""
 
     operands: ClassVar = "runs"
 

@@ -24,7 +24,7 @@ from tests.config.test_settings import CONFIGS
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
 COMMANDS = ["sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local"]
-COMMANDS += ["infer", "serve-rm", "merge-lora", "chat"]
+COMMANDS += ["report", "infer", "serve-rm", "merge-lora", "chat"]
 
 
 def run(*argv, env=None):
