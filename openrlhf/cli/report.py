@@ -32,7 +32,7 @@ def write(paths: Sequence[Path], output: str | None) -> None:
     print(f"curves: {path.with_name(PICTURE_FILE)}")
 
 
-main = Command("openrlhf report RUN [RUN...]", ReportConfig, load)
+main = Command("openrlhf report", ReportConfig, load)
 
 if __name__ == "__main__":
     main()

@@ -231,7 +231,7 @@ class ReplayConfig(CommandConfig):
 
 
 class ReportConfig(CommandConfig):
-    """Curves, hints, samples and settings of runs as one HTML page (report)."""
+    """Curves, hints, samples and settings of runs as one HTML page (report RUN [RUN...])."""
 
     operands: ClassVar = "runs"
 
