@@ -334,7 +334,7 @@ class RewardModelsConfig(Base):
         None, "Reward models, with commas between.", "reward_pretrain", opens="models"
     )
     weights: tuple[float, ...] | None = option(
-        None, "Weights of several reward models; unset: 1 each.", "reward_weights"
+        None, "Weights of several reward functions or models; unset: 1 each.", "reward_weights"
     )
     normalize_enable: bool = switch(
         "(score - mean) / std of the model's config.", "normalize_reward"

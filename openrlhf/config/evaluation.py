@@ -57,9 +57,10 @@ class EvaluatingVLLMConfig(VLLMConfig):
 class EvaluateConfig(PPOConfig):
     """Evaluate models on data with labels: pass@1, pass@k and the mean reward (eval)."""
 
-    essentials: ClassVar = ()  # `--help` shows all
+    essentials: ClassVar[tuple[str, ...]] = ()  # `--help` shows all
     shows: ClassVar = {
-        **dict.fromkeys(("actor", "critic", "ref", "algo", "eval", "logger"), ()),
+        **dict.fromkeys(("actor", "critic", "ref", "algo", "eval"), ()),
+        "logger": ("print_samples",),
         "reward": (
             *("remote_url", "model_name_or_path", "weights", "normalize_enable", "failure"),
             *("max_dropped", "timeout_s", "try_timeout_s", "memory_gib", "num_workers"),

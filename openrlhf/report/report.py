@@ -47,7 +47,7 @@ def reporting(run_dir: Path) -> Iterator[None]:
         raise
     finally:
         if _started(run_dir) != before:
-            _report(run_dir, ending)
+            report_or_warn([run_dir], run_dir / REPORT_FILE, ending=ending)
 
 
 def _started(run_dir: Path) -> int | None:
@@ -56,15 +56,15 @@ def _started(run_dir: Path) -> int | None:
     return file.stat().st_mtime_ns if file.exists() else None
 
 
-def _report(run_dir: Path, ending: str) -> None:
-    """Write a report, or warn that there is none: an error in it is none of the run."""
-    path = run_dir / REPORT_FILE
+def report_or_warn(run_dirs: Sequence[Path], path: Path, *, ending: str = "") -> None:
+    """Write a report, or warn that there is none: an error in it is none of the runs'."""
     failures: list[BaseException] = []
-    write = partial(write_report, [run_dir], path, ending=ending)
+    write = partial(write_report, run_dirs, path, ending=ending)
     thread = start_thread("report", write, failures.append)
     thread.join(TIMEOUT_S)
     if failures or thread.is_alive():
+        folders = " ".join(map(str, run_dirs))
         reason = first_line(failures[0]) if failures else f"not done within {TIMEOUT_S:g} s"
-        warn(f"{path} was not written ({reason}). Type: openrlhf report {run_dir}")
+        warn(f"{path} was not written ({reason}). Type: openrlhf report {folders}")
     else:
         notice(f"report: {path}")

@@ -20,6 +20,7 @@ from openrlhf.distributed.folders import holding
 from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
+from openrlhf.report.report import REPORT_FILE, report_or_warn
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
@@ -32,6 +33,7 @@ from openrlhf.trainer.ray.placement import reward_roles
 from openrlhf.trainer.ray.scorers import FrozenPolicyActor, RewardModelActor
 from openrlhf.utils.logging import Values, notice, redirect_framework_logs
 from openrlhf.utils.progress import progress
+from openrlhf.utils.samples import show_samples
 from openrlhf.utils.tracking import METRICS_FILE, Tracker, rollout_row, write_rollouts
 
 ALL = "all"  # the data source of all samples, where there are several
@@ -74,6 +76,7 @@ def run_evaluation(
     notice(results_table(table, config.ks))
     notice("in brackets: 95 % intervals of means over prompts (normal, errors clustered by prompt)")
     notice(f"samples and metrics: {output}")
+    report_or_warn([result.run_dir for result in results], output / REPORT_FILE)
     return results
 
 
@@ -125,7 +128,8 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
         notice(f"dropped {len(failed)} prompt(s) without rewards; row {row + 1}: {reason}")
     rollouts = samples.rollouts
     rows = [rollout_row(rollout, inputs.token_texts) for rollout in rollouts]
-    write_rollouts(inputs.run_dir, 0, rows, num_kept=1, kind="eval_step")
+    file = write_rollouts(inputs.run_dir, 0, rows, num_kept=1, kind="eval_step")
+    show_samples(name, rollouts, config.logger.print_samples, file=file)
     if len({rollout.datasource for rollout in rollouts}) > 1:
         rollouts = [*rollouts, *(replace(rollout, datasource=ALL) for rollout in rollouts)]
     metrics = samples.metrics.values() | evaluation_metrics(rollouts, config.ks)

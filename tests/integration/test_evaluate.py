@@ -108,6 +108,7 @@ def test_a_table_shows_every_model_and_data_source(evaluated: tuple[Path, str]) 
         for model in ("model", "run")
         for source, count in (("a", "4"), ("b", "3"), ("all", "7"))
     ]
+    assert "eval_all_pass1" in (out / "report.html").read_text()  # of both models
     mean, error = metrics["eval/eval_all_pass1"], metrics["eval/eval_all_pass1_stderr"]
     reach = 1.96 * error
     assert lines[5][3:6] == [f"{mean:.3f}", f"[{mean - reach:.3f},", f"{mean + reach:.3f}]"]
