@@ -446,7 +446,7 @@ class PPOLoggerConfig(LoggerConfig):
 class PPOConfig(RunConfig):
     """Reinforcement learning: PPO, REINFORCE++, RLOO, GRPO and their kin."""
 
-    essentials: ClassVar = (
+    essentials: ClassVar[tuple[str, ...]] = (
         *("actor.model_name_or_path", "data.prompt_dataset", "data.input_key", "data.label_key"),
         *("reward.remote_url", "reward.model_name_or_path", "algo.advantage.estimator"),
         *("rollout.n_samples_per_prompt", "rollout.batch_size", "train.batch_size"),
