@@ -187,7 +187,9 @@ def compare(kept: Kept, results: Mapping[str, list[UpdateResult]], failure: str 
     metrics = Metrics()
     for part in itertools.chain(*results.values()):
         metrics.merge(part.metrics)
-    values, before = metrics.values(), kept.metrics
+    # What a process takes is its own.
+    values = {k: v for k, v in metrics.values().items() if not k.startswith("memory/")}
+    before = kept.metrics
     different = [name for name, value in values.items() if before.get(name) != value]
     lines = [f"step {kept.facts.global_step} again: {len(kept.rollouts)} samples"]
     for name, value in values.items():
