@@ -292,8 +292,7 @@ def make_executor(path: str, context: Mapping[str, Any], *, step_timeout_s: floa
 def refuse_unknown(path: str | Path, function: Callable[..., Any], known: Iterable[str]) -> None:
     """Raise ConfigError for an argument without a default that nothing is known for."""
     try:
-        given = accepted(function, dict.fromkeys(("self", *known)))
-        inspect.signature(function).bind(**given)
+        inspect.signature(function).bind(None, **accepted(function, dict.fromkeys(known)))
     except TypeError as error:
         raise ConfigError(
             f"{defined_at(path, function)}: {function.__qualname__}: {error}. Known are "
