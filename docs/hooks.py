@@ -16,6 +16,8 @@ from openrlhf.config.cli import Reading
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
+# In a Markdown file of the root: a link to something that has no page.
+ELSEWHERE = re.compile(r"\[([^\]]+)\]\((?!docs/|https?:|#)[^)]*\)")
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 SAME_COMMAND = ("ppo-local",)  # has the settings of another one
 
@@ -57,7 +59,7 @@ def file_page(path: str) -> str:
     """Return a page that shows a file of the repository."""
     text = (ROOT / path).read_text()
     if path.endswith(".md"):
-        return re.sub(r"\]\(docs/", "](" + "../" * len(Path(path).parts), text)
+        return ELSEWHERE.sub(r"\1", text).replace("](docs/", "](" + "../" * len(Path(path).parts))
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"# {Path(path).name}\n\n`{path}`\n\n````{language}\n{text}````\n"
 
