@@ -104,14 +104,14 @@ def labelled_row(problem: Problem, rng: random.Random) -> dict[str, object]:
 
 
 def solution_row(problem: Problem, rng: random.Random) -> dict[str, object]:
-    """Return a sum in two steps, tens first, each of them wrong one time of three."""
-    first, second = problem
-    tens = second // 10 * 10
-    errors = [rng.choice((0, 0, rng.choice((-10, -1, 1, 10)))) for _ in range(2)]
-    middle = first + tens + errors[0]
-    steps = f"{first}+{tens}={middle} {STEP_END} {middle}+{second - tens}="
-    text = f"{steps}{middle + second - tens + errors[1]} {STEP_END}"
-    return {"text": text, "labels": ["n" if error else "y" for error in errors]}
+    """Return two steps that add ten each, and a label for each: one step of three is wrong."""
+    steps, labels, number = [], [], problem[0]
+    for _ in range(2):
+        error = rng.choice((0, 0, rng.choice((-10, -1, 1, 10))))
+        steps.append(f"{number}+10={number + 10 + error} {STEP_END}")
+        labels.append("n" if error else "y")
+        number += 10 + error
+    return {"text": " ".join(steps), "labels": labels}
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
