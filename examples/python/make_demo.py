@@ -104,13 +104,16 @@ def labelled_row(problem: Problem, rng: random.Random) -> dict[str, object]:
 
 
 def solution_row(problem: Problem, rng: random.Random) -> dict[str, object]:
-    """Return two steps that add ten each, and a label for each: one step of three is wrong."""
-    steps, labels, number = [], [], problem[0]
-    for _ in range(2):
-        error = rng.choice((0, 0, rng.choice((-10, -1, 1, 10))))
-        steps.append(f"{number}+10={number + 10 + error} {STEP_END}")
-        labels.append("n" if error else "y")
-        number += 10 + error
+    """Return a sum in two steps, tens first, and a label for each: steps with a hedge are wrong."""
+    first, second = problem
+    tens = second // 10 * 10
+    steps, labels, number = [], [], first
+    for summand in (tens, second - tens):
+        label = rng.choice("yyn")
+        hedge = "?" if label == "n" else ""
+        steps.append(f"{number}+{summand}={number + summand}{hedge} {STEP_END}")
+        labels.append(label)
+        number += summand
     return {"text": " ".join(steps), "labels": labels}
 
 
