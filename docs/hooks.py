@@ -19,7 +19,7 @@ LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 # In a Markdown file of the root: a link to something that has no page.
 ELSEWHERE = re.compile(r"\[([^\]]+)\]\((?!docs/|https?:|#)[^)]*\)")
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
-SAME_COMMAND = ("ppo-local",)  # has the settings of another one
+WITHOUT_OWN = ("ppo-local", "check")  # have the settings of other commands
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -68,7 +68,7 @@ def settings() -> str:
     """Return the tables of all settings, a section a command."""
     parts = ["# All settings\n\nThe first name of a setting is its path in a YAML file.\n"]
     for name, (module, _) in COMMANDS.items():
-        if name not in SAME_COMMAND:
+        if name not in WITHOUT_OWN:
             parts += [f"## openrlhf {name}\n", "| flag | default | meaning |", "|---|---|---|"]
             parts += [*setting_rows(module), ""]
     return "\n".join(parts)

@@ -6,14 +6,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.trainer import check_memory as memory
 from tests.source import ROOT
-
-memory = pytest.importorskip("openrlhf.trainer.memory")
 
 # Hidden size, layers, heads, key heads, MLP, vocabulary; the smallest ties its embeddings.
 SIZES = {
@@ -62,7 +60,7 @@ def make_config(folder: Path, name: str) -> str:
 @cache
 def shape(path: str, flags: str):
     command = parse_config(PPOConfig, [*COMMON.split(), *flags.split()]).config
-    return memory.shape_of(memory.Model(path, trains=True), torch.bfloat16, command, command.ds)
+    return memory.shape_of(memory.Model(path, trains=True), command, command.ds, is_cuda=True)
 
 
 def share(path: str, num_ranks: int, flags: str, *, trains: bool = True):
