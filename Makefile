@@ -18,14 +18,14 @@ CHECK_PYTHON = import sys; v = sys.version_info; v >= (3, 11) or sys.exit(\
     'Python is %d.%d.%d: vLLM needs 3.11 or newer. Type $(REMEDY)' % tuple(v[:3]))
 
 .DEFAULT_GOAL := help
-.PHONY: help install lm-eval demo check format lint types layers test test-slow test-faults test-gpu bench
+.PHONY: help install lm-eval demo check format lint types layers test test-slow test-faults test-gpu bench docs
 
 help:
 	@echo "make demo         tiny model, SFT, GRPO, before and after, a plot: a few minutes on a CPU"
 	@echo "make check        format, lint, types, layers, tests"
 	@echo "make test         the tests that run everywhere (test-slow, test-faults, test-gpu: the others)"
 	@echo "make lm-eval      lm-evaluation-harness in .lm-eval, which asks a served model (docs/evaluation.md)"
-	@echo "make lint format  ruff; make types: mypy; make bench: measurements"
+	@echo "make lint format  ruff; make types: mypy; make bench: measurements; make docs: site/"
 
 install: $(STAMP)
 
@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml requirements/cpu-overrides.txt
 	@links="$${PIP_FIND_LINKS:-$$($(BIN)/pip config get global.find-links 2>/dev/null)}"; \
 	if [ -n "$$links" ]; then set -- --find-links "$$links"; else set -- --torch-backend cpu; fi; \
 	set -x; $(BIN)/uv pip install --quiet --python $(BIN)/python "$$@" \
-	    --overrides requirements/cpu-overrides.txt -e ".[cpu,dev]"
+	    --overrides requirements/cpu-overrides.txt -e ".[cpu,dev,docs]"
 	touch $(STAMP)
 
 lm-eval: .lm-eval/bin/lm_eval
@@ -82,3 +82,6 @@ check: lint types layers test
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict

@@ -1,12 +1,14 @@
-"""Makes what `make demo` trains: a tiny untrained chat model and sums to learn, nothing downloaded.
+"""Make what `make demo` and examples/configs train: a tiny untrained chat model and sums to learn.
 
 The teacher of the warm-up knows its sums but hedges: of three answers two say "68?" where "68" is
-right. Only the bare number is rewarded, so reinforcement learning has something to find.
+right. Only the bare number is rewarded or preferred, so there is something to learn after it.
+Nothing is downloaded.
 """
 
 import argparse
 import json
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +30,8 @@ OPERANDS = range(10, 50)  # sums have two digits as well: rows of equal length a
 NUM_HELD_OUT = 200
 NUM_WARM_UP_ROWS = 51_200  # 200 optimizer steps of 256
 PLAIN_RATE = 0.35  # share of warm-up answers without a hedge
+NUM_RATED_ROWS = 12_800  # pairs, labelled answers and solutions
+STEP_END = "s"  # of a solution; labels are y for a right step and n for a wrong one
 Problem = tuple[int, int]
 
 
@@ -86,14 +90,41 @@ def reward_row(problem: Problem) -> dict[str, str]:
     return {"question": question(problem), "answer": str(sum(problem)), "datasource": "sums"}
 
 
-def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
+def preference_row(problem: Problem) -> dict[str, str]:
+    """Return a question with a better and a worse answer."""
+    total = sum(problem)
+    return {"question": question(problem), "chosen": f"{total}", "rejected": f"{total}?"}
+
+
+def labelled_row(problem: Problem, rng: random.Random) -> dict[str, object]:
+    """Return a question with one answer and whether it is good."""
+    label = rng.randrange(2)
+    hedge = "" if label else "?"
+    return {"question": question(problem), "answer": f"{sum(problem)}{hedge}", "label": label}
+
+
+def solution_row(problem: Problem, rng: random.Random) -> dict[str, object]:
+    """Return a sum in two steps, tens first, and a label for each: steps with a hedge are wrong."""
+    first, second = problem
+    tens = second // 10 * 10
+    steps, labels, number = [], [], first
+    for summand in (tens, second - tens):
+        label = rng.choice("yyn")
+        hedge = "?" if label == "n" else ""
+        steps.append(f"{number}+{summand}={number + summand}{hedge} {STEP_END}")
+        labels.append(label)
+        number += summand
+    return {"text": " ".join(steps), "labels": labels}
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """One JSON object a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{path}: {len(rows)} rows, such as {json.dumps(rows[0])}")
 
 
 def make_data(folder: Path, seed: int) -> None:
-    """warm_up.jsonl, prompts.jsonl and held_out.jsonl; no held-out problem is in the other two."""
+    """Write rows for every method; no problem of held_out*.jsonl is in another file."""
     rng = random.Random(seed)
     problems = [(first, second) for first in OPERANDS for second in OPERANDS]
     rng.shuffle(problems)
@@ -102,6 +133,13 @@ def make_data(folder: Path, seed: int) -> None:
     write_jsonl(folder / "warm_up.jsonl", warm_up)
     write_jsonl(folder / "prompts.jsonl", [reward_row(problem) for problem in known])
     write_jsonl(folder / "held_out.jsonl", [reward_row(problem) for problem in held_out])
+    for prefix, drawn in (("", rng.choices(known, k=NUM_RATED_ROWS)), ("held_out_", held_out)):
+        pairs = [preference_row(problem) for problem in drawn]
+        labelled = [labelled_row(problem, rng) for problem in drawn]
+        solutions = [solution_row(problem, rng) for problem in drawn]
+        write_jsonl(folder / f"{prefix}pairs.jsonl", pairs)
+        write_jsonl(folder / f"{prefix}labelled.jsonl", labelled)
+        write_jsonl(folder / f"{prefix}solutions.jsonl", solutions)
 
 
 def main() -> None:

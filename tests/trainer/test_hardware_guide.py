@@ -1,0 +1,117 @@
+"""The tables of docs/hardware.md are what `openrlhf check` works out for models of these sizes.
+`python -m tests.trainer.test_hardware_guide` prints them.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import transformers
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.trainer import check_memory as memory
+from tests.source import ROOT
+
+# Hidden size, layers, heads, key heads, MLP, vocabulary; the smallest ties its embeddings.
+SIZES = {
+    "1.5B": (1536, 28, 12, 2, 8960, 151_936),
+    "7B": (3584, 28, 28, 4, 18_944, 152_064),
+    "14B": (5120, 48, 40, 8, 13_824, 152_064),
+    "32B": (5120, 64, 40, 8, 27_648, 152_064),
+    "72B": (8192, 80, 64, 8, 29_568, 152_064),
+}
+TIED = ("1.5B",)
+COMMON = "--pretrain m --prompt_data d --remote_rm_url r.py --bf16 --gradient_checkpointing"
+NUM_TOKENS = 8192  # of a micro-batch
+# Column of the first table -> number of ranks and flags.
+TRAINING = {
+    "1 GPU": (1, "--zero_stage 2"),
+    "1 GPU, `--lora_rank 16`": (1, "--zero_stage 2 --lora_rank 16"),
+    "8 GPUs, ZeRO-2": (8, "--zero_stage 2"),
+    "8 GPUs, ZeRO-3": (8, "--zero_stage 3"),
+    "8 GPUs, ZeRO-3, `--adam_offload`": (8, "--zero_stage 3 --adam_offload"),
+    "32 GPUs, ZeRO-3": (32, "--zero_stage 3"),
+}
+# Column of the second table -> which models there are beside the policy: trained or not.
+ROLES = {
+    "GRPO, no reference": (),
+    "GRPO with a reference": (False,),
+    "PPO: critic, reference, reward model": (True, False, False),
+}
+
+
+def make_config(folder: Path, name: str) -> str:
+    hidden, layers, heads, key_heads, inner, vocabulary = SIZES[name]
+    config = transformers.Qwen2Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        tie_word_embeddings=name in TIED,
+    )
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder / name)
+    return str(folder / name)
+
+
+@cache
+def shape(path: str, flags: str):
+    command = parse_config(PPOConfig, [*COMMON.split(), *flags.split()]).config
+    return memory.shape_of(memory.Model(path, trains=True), command, command.ds, is_cuda=True)
+
+
+def share(path: str, num_ranks: int, flags: str, *, trains: bool = True):
+    ds = parse_config(PPOConfig, [*COMMON.split(), *flags.split()]).config.ds
+    model = memory.Model(
+        path, trains=trains, recomputes=trains, num_ranks=num_ranks, num_tokens=NUM_TOKENS
+    )
+    adapter = "--lora_rank 16" if "lora" in flags else ""
+    return memory.share_of(shape(path, adapter), model, ds)
+
+
+def in_gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.0f}"
+
+
+def training_cell(path: str, num_ranks: int, flags: str) -> str:
+    found = share(path, num_ranks, flags)
+    host = f" (+{in_gb(num_ranks * found.host)} in host memory)" if found.host else ""
+    return in_gb(found.weights + found.states + found.work) + host
+
+
+def rl_cell(path: str, partners: tuple[bool, ...]) -> str:
+    flags = "--zero_stage 3"
+    shares = [share(path, 8, flags), *(share(path, 8, flags, trains=t) for t in partners)]
+    _, peak = memory.peaks_of(shares, engine=0.0, engine_sleeps=True, states_sleep=True)
+    return in_gb(peak)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tables(folder: Path) -> list[str]:
+    paths = {name: make_config(folder, name) for name in SIZES}
+    training = [
+        [n, *(training_cell(p, *how) for how in TRAINING.values())] for n, p in paths.items()
+    ]
+    rl = [[n, *(rl_cell(p, partners) for partners in ROLES.values())] for n, p in paths.items()]
+    return [table(["model", *TRAINING], training), table(["model", *ROLES], rl)]
+
+
+@pytest.mark.slow
+def test_the_guide_has_the_numbers_that_check_works_out(tmp_path):
+    guide = (ROOT / "docs" / "hardware.md").read_text()
+    for expected in tables(tmp_path):
+        assert expected in guide, f"python -m tests.trainer.test_hardware_guide\n{expected}"
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        print("\n\n".join(tables(Path(folder))))
