@@ -301,7 +301,7 @@ def test_the_clip_range_of_the_policy(
             experience, advantages=torch.tensor([advantage]), old_logprobs=now - math.log(ratio)
         )
         step = UpdateStep(experience, num_tokens=1, num_samples=1, num_steps=2)
-        loss = worker.compute_loss(experience.packed(), experience, step, Metrics())
+        loss, _ = worker.compute_loss(experience.packed(), experience, step, Metrics())
         losses.append(loss.item())
     assert losses == pytest.approx(expected, rel=1e-4)
 
@@ -320,5 +320,5 @@ def test_the_clip_range_of_values(flags: str, expected: float) -> None:
         returns=torch.tensor([3.0]),
     )
     step = UpdateStep(experience, num_tokens=1, num_samples=1)
-    loss = worker.compute_loss(experience.packed(), experience, step, Metrics())
+    loss, _ = worker.compute_loss(experience.packed(), experience, step, Metrics())
     assert float(loss) == pytest.approx(expected)
