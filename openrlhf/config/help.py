@@ -37,7 +37,8 @@ def help_text(
     leaves = list(walk(config_class))
     if not words and config_class.essentials:
         return _short_text(config_class, name, leaves, width=width)
-    parser = _parser(name, f"{config_class.__doc__}\n\n{NOTES}", width=width)
+    operands = f" {config_class.operands.upper()}" if config_class.operands else ""
+    parser = _parser(name + operands, f"{config_class.__doc__}\n\n{NOTES}", width=width)
     if words and [*words] != [ALL]:
         leaves = [leaf for leaf in leaves if _is_about(leaf, words)]
         parser.description = f"Settings of {name} about {' '.join(words)}:"

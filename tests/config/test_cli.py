@@ -60,10 +60,8 @@ def test_help_of_every_command_imports_no_heavy_library():
     assert done.returncode == 0, done.stderr
     lines = set(done.stdout.splitlines())
     for name in COMMANDS:
-        operands = {"check": "COMMAND FLAGS", "replay": "RUN ", "report": "RUN [RUN...] "}.get(
-            name, ""
-        )
-        words = operands if name == "check" else f"{operands}[-h [all|WORD]] [OPTIONS]"
+        words = "COMMAND FLAGS" if name == "check" else "[-h [all|WORD]] [OPTIONS]"
+        words = {"eval": "MODELS ", "replay": "RUN ", "report": "RUNS "}.get(name, "") + words
         assert {f"usage: openrlhf {name} {words}", f"LOADED {name} []"} <= lines
 
 
