@@ -21,6 +21,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_checkpoints import open_run
 from openrlhf.trainer.ppo_run import _run, worker_classes
 from openrlhf.trainer.ppo_setup import prepare_inputs
+from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ray.cluster import Cluster
 from openrlhf.trainer.ray.placement import TRAINED_ROLES, RoleDemand
 from tests.engines.receiving import ReceivingModel
@@ -204,7 +205,7 @@ def run_of(
     inputs = prepare_inputs(config, has_engines=False)
     monkeypatch.setattr(nn.Module, "to", noted_move)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: noted("empty"))
-    _run(config, inputs, run.cluster(config), open_run(config, inputs))
+    _run(config, inputs, run.cluster(config), open_run(config, inputs), PPOTrainer)
     return asked, run.events
 
 

@@ -178,7 +178,7 @@ def test_a_sample_that_no_function_applies_to_is_named(tmp_path, tiny_tokenizer)
         def f(completions, task, **kwargs):
             return [1.0 if t == "math" else None for t in task]
     """
-    with pytest.raises(RewardError, match=r"no reward function applies to sample t/2/0: all retur"):
+    with pytest.raises(RewardError, match=r"no reward function applies to sample t/3/0: all retur"):
         score(tmp_path, tiny_tokenizer, code)
 
 
