@@ -266,7 +266,7 @@ async function showSample(place) {
     source: sample.datasource, row: sample.row_id == null ? null : sample.row_id + 1, "weight version": sample.weight_version, ...sample.others,
   };
   for (const [name, value] of Object.entries(values)) {
-    if (value == null) continue;
+    if (value == null || value === "") continue;
     const row = element("tr", null, facts);
     element("th", name, row);
     element("td", typeof value === "object" ? JSON.stringify(value) : value, row);
