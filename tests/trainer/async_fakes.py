@@ -68,7 +68,7 @@ class FakeTurn:
 
     async def act(self, request: RolloutRequest) -> list:
         episode, row = request.name.removeprefix("episode").split("/")
-        world, key = self.world, (int(episode), int(row))
+        world, key = self.world, (int(episode), int(row) - 1)
         assert world.version >= 0, "the engines have no weights yet"
         world.submitted.append(key)
         world.running.add(key)
