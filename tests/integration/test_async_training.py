@@ -56,7 +56,7 @@ def histogram(steps: list[dict[str, float]]) -> dict[int, int]:
 
 def trained_rows(run_dir: Path) -> list[int]:
     """The row of every sample that was trained on."""
-    files = sorted((run_dir / "rollouts").iterdir())
+    files = sorted((run_dir / "rollouts").glob("step_*.parquet"))
     return [row for path in files for row in pq.read_table(path)["row_id"].to_pylist()]
 
 
