@@ -78,8 +78,10 @@ def test_the_document_lists_every_script_and_shows_jobs_that_can_be_submitted():
     listed = re.findall(r"\(\.\./examples/scripts/([\w.]+)\)", text[: text.index("## SLURM")])
     files = [path.name for path in SCRIPTS.glob("*.sh") if not path.is_symlink()]
     assert sorted(listed) == sorted(files)
-    [jobs] = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-    for job in jobs.splitlines():
+    nodes = (ROOT / "docs" / "nodes.md").read_text()
+    jobs = re.findall(r"^.*\bsbatch .*\.sh$", nodes, re.MULTILINE)
+    assert len(jobs) == 3
+    for job in jobs:
         for name in re.findall(r"\S*examples/scripts/\S+", job):
             assert (ROOT / name.rpartition("=")[2]).is_file()
         assert "slurm" in job.split()[-1].rpartition("/")[2]
