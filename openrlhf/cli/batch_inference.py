@@ -1,4 +1,4 @@
-"""`openrlhf infer`: answer prompts or score answers in bulk.
+"""`openrlhf infer`: respond to prompts or score responses in bulk.
 
 Which GPUs a rank sees whose engine takes some of its own is decided before torch is imported: CUDA
 looks at the choice once, when a library first asks for a device, be it at its import.

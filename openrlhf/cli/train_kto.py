@@ -1,4 +1,4 @@
-"""`openrlhf kto`: preference optimisation on single good and bad answers."""
+"""`openrlhf kto`: preference optimisation on single good and bad responses."""
 
 from openrlhf.cli.runner import supervised
 from openrlhf.config.supervised import KTOConfig

@@ -26,7 +26,7 @@ class SamplingConfig(Base):
     temperature: float = option(1.0, "Sampling temperature; 0: greedy.", ge=0)
     repetition_penalty: float = option(1.0, "Above 1: fewer repeated tokens.", gt=0)
 
-    max_new_tokens: int = option(1024, "Most tokens in an answer.", gt=0)
+    max_new_tokens: int = option(1024, "Most tokens in a response.", gt=0)
     best_of_n: int = option(1, "Answers to each prompt.", gt=0)
     batch_size: int = option(2048, "Prompts in a slice of --iter.", "rollout_batch_size", gt=0)
     iter: int | None = option(None, "Answer one slice of the prompts, from 0; unset: all.", ge=0)
@@ -98,7 +98,7 @@ class BatchInferenceConfig(CommandConfig):
     ds: DeepSpeedConfig = DeepSpeedConfig(zero_stage=0)
 
     def problems(self) -> Iterator[str]:
-        """Add what the task does not have, and answers or templates without a use."""
+        """Add what the task does not have, and responses or templates without a use."""
         yield from super().problems()
         task, count = f"--eval_task {self.eval_task}", self.rollout.best_of_n
         answers = self.eval_task in ("generate_vllm", "generate")
@@ -178,7 +178,7 @@ class ServerLimitsConfig(Base):
     max_connections: int = option(1024, "Most open connections; else 503.", flat=False, gt=0)
     max_tokens_per_forward: int = option(16384, "Most tokens in a forward pass.", flat=False, gt=0)
     receive_timeout_s: float = option(20, "Seconds for a body to arrive.", flat=False, gt=0)
-    stop_timeout_s: float = option(60, "Seconds to answer the last requests.", flat=False, gt=0)
+    stop_timeout_s: float = option(60, "Seconds to respond to the last requests.", flat=False, gt=0)
 
     @property
     def max_body_bytes(self) -> int:

@@ -60,15 +60,15 @@ class DatasetConfig(TextDataConfig):
         "filter", "Rows over --max_len: counted and left out, cut, or refused."
     )
     output_key: str | None = option(
-        None, "Column of the answer; unset: `completion`, or the last message."
+        None, "Column of the response; unset: `completion`, or the last message."
     )
     multiturn: bool = switch("Learn every assistant turn.")
     prompt_key: str | None = option(None, "Column of the prompt; unset: `prompt`, if it is there.")
-    chosen_key: str = option("chosen", "Column of the better answer.")
-    rejected_key: str = option("rejected", "Column of the worse answer.")
+    chosen_key: str = option("chosen", "Column of the better response.")
+    rejected_key: str = option("rejected", "Column of the worse response.")
     label_key: str = option("label", "Column of the label: 1 good, 0 bad (train_prm: one a step).")
     overlong_texts: Literal["error", "truncate_left", "truncate_right"] = option(
-        "error", "Texts over --max_len: refused, or cut and marked in the answer."
+        "error", "Texts over --max_len: refused, or cut and marked in the response."
     )
     ta_prompt: str | None = option(None, "File of a text before the conversation.", opens="file")
 
@@ -255,7 +255,7 @@ class KTOModelConfig(ModelConfig):
 
 
 class KTOConfig(SupervisedConfig):
-    """Kahneman-Tversky optimisation, from single good and bad answers (train_kto)."""
+    """Kahneman-Tversky optimisation, from single good and bad responses (train_kto)."""
 
     shows: ClassVar = {
         "eval": HELD_OUT,
@@ -329,7 +329,7 @@ class TeacherConfig(Base):
 
 
 class KDLossConfig(Base):
-    """`kd.*`: what is learnt from the teacher, and on whose answers."""
+    """`kd.*`: what is learnt from the teacher, and on whose responses."""
 
     coef: float = option(0.4, "Weight of distillation; on-policy: 1.", "kd_coef", ge=0, le=1)
     divergence: Literal["forward", "reverse", "jsd"] = option(
@@ -366,7 +366,7 @@ class KDConfig(SupervisedConfig):
     logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Add no language-model loss on own answers, and room for the prompt."""
+        """Add no language-model loss on own responses, and room for the prompt."""
         yield from super().derived()
         if not self.kd.on_policy_enable:
             return
@@ -377,7 +377,7 @@ class KDConfig(SupervisedConfig):
             yield "kd.max_new_tokens", min(self.kd.max_new_tokens, room)
 
     def problems(self) -> Iterator[str]:
-        """Add text without prompts to answer, and answers that leave no room for a prompt."""
+        """Add text without prompts to respond to, and responses that leave no room for a prompt."""
         yield from super().problems()
         is_plain, answers = self.model.pretrain_mode_enable, self.kd.on_policy_enable
         has_template = is_plain and self.data.apply_chat_template

@@ -88,7 +88,7 @@ class PreferenceDataset(TokenizedDataset):
         self._say_read(names, how, fills_template=prompt is not None and not is_chat)
 
     def _is_in_answers(self, names: Sequence[str]) -> bool:
-        """Return True if both answers of every row are texts that begin with its prompt."""
+        """Return True if both responses of every row are texts that begin with its prompt."""
         return all(
             isinstance(prompt, str)
             and isinstance(answer, str)

@@ -28,7 +28,7 @@ class UnpairedExample(SFTExample):
 
 
 class UnpairedPreferenceDataset(SFTDataset):
-    """Labelled answers, in file order; raises DataError."""
+    """Labelled responses, in file order; raises DataError."""
 
     flags = "--input_key, --output_key, --label_key and --max_len"
 

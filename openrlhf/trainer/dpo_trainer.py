@@ -1,7 +1,7 @@
 """Direct preference optimisation and its relatives: pairs against a frozen reference, or alone.
 
-Both answers of a pair run in one packed forward. `loss` in the log is the preference loss, a mean
-over pairs; `nll_loss` is a mean over the tokens of better answers, with a weight of its own.
+Both responses of a pair run in one packed forward. `loss` in the log is the preference loss, a mean
+over pairs; `nll_loss` is a mean over the tokens of better responses, with a weight of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
             ipo_length_average=model.ipo_length_average,
             simpo_gamma=model.simpo_gamma,
         )
-        self.nll_coef = model.nll_loss_coef  # of the language-model loss of better answers
+        self.nll_coef = model.nll_loss_coef  # of the language-model loss of better responses
         if config.has_reference:
             self.reference = self.load_reference(config.ref.model_name_or_path or inputs.model_path)
 
@@ -58,7 +58,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         return (path,) if config.has_reference and path else ()
 
     def counts(self, batch: PreferenceBatch) -> dict[str, float]:
-        """Return the numbers of pairs and of tokens of better answers."""
+        """Return the numbers of pairs and of tokens of better responses."""
         num_tokens, _ = by_side(batch.packed.num_targets)
         return {"num_pairs": float(len(batch)), "num_chosen_tokens": float(num_tokens.sum())}
 

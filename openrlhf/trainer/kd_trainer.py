@@ -1,6 +1,6 @@
 """Knowledge distillation: (1 - k) cross-entropy + k divergence to a teacher, on answer tokens.
 
-Both parts are divided by the answer tokens of the whole step. The answers are the data's, or the
+Both parts are divided by the response tokens of the whole step. The responses are the data's, or the
 student's own when it is on policy; evaluation is on the data's in either case.
 The student's head computes both parts in one pass over chunks of tokens, so the logits of neither
 model ever exist as a whole.
@@ -114,7 +114,7 @@ def first_logits(head: Head, num_logits: int) -> Head:
 
 
 class KDTrainer(SFTTrainer):
-    """The loss against a teacher on the answers of the data."""
+    """The loss against a teacher on the responses of the data."""
 
     name = "kd"
 
@@ -124,7 +124,7 @@ class KDTrainer(SFTTrainer):
         self.teacher = strategy.prepare_eval(teacher, offload=config.teacher.offload)
         self.is_on_policy = config.kd.on_policy_enable
         limits = [num_positions(hf_model_of(model).config) for model in (self.model, teacher)]
-        self.max_len = min(filter(None, [config.data.max_len, *limits]))  # of own answers
+        self.max_len = min(filter(None, [config.data.max_len, *limits]))  # of own responses
         self.generator = OwnGenerate(base_model_of(hf_model_of(self.model)))
         stop_token_ids = eos_token_ids(
             inputs.model_path, inputs.tokenizer, trust_remote_code=config.trust_remote_code
@@ -137,7 +137,7 @@ class KDTrainer(SFTTrainer):
 
     @classmethod
     def check(cls, config: KDConfig, tokenizer: Tokenizer) -> None:
-        """Raise ConfigError unless the teacher has the student's vocabulary, and answers can be
+        """Raise ConfigError unless the teacher has the student's vocabulary, and responses can be
         sampled from whole weights.
         """
         remote = config.trust_remote_code
@@ -158,7 +158,7 @@ class KDTrainer(SFTTrainer):
         return Student(model, coef=kd.coef, kind=kd.divergence, with_aux_loss=with_aux_loss)
 
     def train_step(self, rows: Sequence[int]) -> Metrics:
-        """Sample answers if on policy, then do one optimizer step."""
+        """Sample responses if on policy, then do one optimizer step."""
         metrics = Metrics()
         if self.is_on_policy:
             with timed("generation", metrics):

@@ -1,4 +1,4 @@
-"""KTO: single answers, good or bad, against a reference model and a reference point.
+"""KTO: single responses, good or bad, against a reference model and a reference point.
 
 The reference point comes from the whole global batch before any of its losses: each prompt is put
 before the response of the next row, in the order of the batch, so that neither ranks nor
@@ -24,7 +24,7 @@ from openrlhf.utils.packing import PackedBatch
 
 
 class KTOTrainer(ReferencedTrainer[UnpairedExample]):
-    """The loss on single answers."""
+    """The loss on single responses."""
 
     name = "kto"
     keeps_reference = True  # for mismatched pairs
@@ -38,7 +38,7 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
         self.reference = self.load_reference(inputs.model_path)
 
     def counts(self, batch: PreferenceBatch) -> dict[str, float]:
-        """Return the number of answers."""
+        """Return the number of responses."""
         return {"num_samples": float(len(batch))}
 
     def collate(self, samples: Sequence[UnpairedExample]) -> PreferenceBatch:
@@ -70,7 +70,7 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
     def compute_loss(
         self, batch: PreferenceBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """Return the sum of the answers' losses / answers of the step, plus the router loss of
+        """Return the sum of the responses' losses / responses of the step, plus the router loss of
         experts.
         """
         policy_B, ref_B, aux_loss_B = self._logprobs(batch)

@@ -1,4 +1,4 @@
-"""Shared by the preference trainers: packed pairs and labelled answers, and the frozen reference.
+"""Shared by the preference trainers: packed pairs and labelled responses, and the frozen reference.
 
 The reference is a second model or the policy's own base: an adapter that is switched off. It can be
 asked about all samples once, before the first step; a second model is then let go of, unless the
@@ -152,7 +152,7 @@ class ReferencedTrainer(BaseTrainer[SampleT, PreferenceBatch]):
         return [found[row] for row in rows]
 
     def summarise(self, values: dict[str, float]) -> dict[str, float]:
-        """Return how much better wanted answers are rewarded than unwanted ones."""
+        """Return how much better wanted responses are rewarded than unwanted ones."""
         if not {"chosen_reward", "reject_reward"} <= values.keys():
             return {}
         return {"reward_margin": values["chosen_reward"] - values["reject_reward"]}
