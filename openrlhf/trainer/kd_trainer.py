@@ -1,7 +1,7 @@
 """Knowledge distillation: (1 - k) cross-entropy + k divergence to a teacher, on answer tokens.
 
-Both parts are divided by the response tokens of the whole step. The responses are the data's, or the
-student's own when it is on policy; evaluation is on the data's in either case.
+Both parts are divided by the response tokens of the whole step. The responses are the data's, or
+the student's own when it is on policy; evaluation is on the data's in either case.
 The student's head computes both parts in one pass over chunks of tokens, so the logits of neither
 model ever exist as a whole.
 """
