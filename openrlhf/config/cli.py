@@ -51,6 +51,7 @@ RECOGNISED = (
     *("data.input_key", "data.output_key", "data.prompt_key", "data.label_key"),
     *("data.apply_chat_template", "model.pretrain_mode_enable"),
 )
+MAX_FOREIGN = 10  # unknown names of a file that are named one by one
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
@@ -101,10 +102,13 @@ def flag_table(config_class: type[CommandConfig]) -> Mapping[str, Targets]:
 
 
 def nearest(config_class: type[CommandConfig], name: str) -> list[str]:
-    """Return the known names that end in `name`, or else the one that is most like it, if any."""
+    """Return the known names that end in `name`, or else the only one that begins with it, or else
+    the one that is most like it, if any.
+    """
     known = [*flag_table(config_class), *WITHOUT_EFFECT, "config", "debug", "help"]
     leaves = [path for path in known if path.endswith(f".{name}")]
-    return leaves or get_close_matches(name, known, n=1)
+    begun = [path for path in known if path.startswith(name)]
+    return leaves or (begun if len(begun) == 1 else get_close_matches(name, known, n=1))
 
 
 @dataclass
@@ -128,7 +132,7 @@ class Reading(Generic[ConfigT]):
         flags = [*self._flags(argv), *self._settings(settings or {})]
         for _, _, words in (flag for flag in flags if flag[0] == "config"):
             if len(words) == 1:
-                self._take(self._file(Path(words[0])))
+                self._take_file(Path(words[0]))
             else:
                 self.problems.append("--config takes one YAML file. Type --config FILE.yaml.")
         self._take(flag for flag in flags if flag[0] != "config")
@@ -161,6 +165,20 @@ class Reading(Generic[ConfigT]):
             )
             return
         yield from self._settings(tree, f"{path.name}: ")
+
+    def _take_file(self, path: Path) -> None:
+        """Take a YAML file; many names that are not this command's are one problem."""
+        settings, table = list(self._file(path)), flag_table(self.config_class)
+        foreign = [n for n, *_ in settings if n not in table and not _is_without_effect(n)]
+        if len(foreign) > MAX_FOREIGN:
+            few = ", ".join(foreign[:3])
+            self.problems.append(
+                f"--config {path} has {len(foreign)} names that this command does not know: {few} "
+                "and others. It was written by or for another command. Type the settings that both "
+                "share as flags, or put them into a file of their own."
+            )
+            settings = [setting for setting in settings if setting[0] not in foreign]
+        self._take(settings)
 
     def _settings(self, tree: Mapping[str, object], about: str = "") -> Iterator[Setting]:
         """Yield what a tree of names and values sets; `about` says whose they are."""
@@ -206,7 +224,7 @@ class Reading(Generic[ConfigT]):
 
     def _note_unknown(self, name: str, source: str) -> None:
         """Note a name that sets nothing, with the known name that ends in it or is most like it."""
-        if name.rpartition(".")[2] in WITHOUT_EFFECT:
+        if _is_without_effect(name):
             self.notices.append(f"{source} has no effect; it is accepted for old commands.")
             return
         near = nearest(self.config_class, name)
@@ -240,6 +258,10 @@ class Reading(Generic[ConfigT]):
                     f"this machine can see command lines. Set {name} instead."
                 )
                 self.notices.append(Caution(said))
+
+
+def _is_without_effect(name: str) -> bool:
+    return name.rpartition(".")[2] in WITHOUT_EFFECT
 
 
 def leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -76,7 +76,7 @@ def try_rewards(config: PPOConfig, inputs: RunInputs) -> list[str]:
     labels = [_words(prompt.label) for prompt in near]
     others = [next((word for word in labels if word != own), "") for own in labels[:NUM_ROWS]]
     scorer = SourceScorer(inputs.reward_source, config.rollout.micro_batch_size, max_steps=1)
-    problems, is_same = [], True
+    problems, same = [], list[str]()
     for index, other in enumerate(others):
         words = (labels[index], other) if labels[index] else WITHOUT_LABEL
         group, outcome = asyncio.run(_scored(scorer, inputs, index, [w for w in words if w]))
@@ -86,10 +86,12 @@ def try_rewards(config: PPOConfig, inputs: RunInputs) -> list[str]:
         notice(f"\nreward of {inputs.prompts.place(index)}, label {near[index].label!r}")
         for sample, response in zip(outcome, group, strict=True):
             notice(f"  response {shortened(response.plain_response)!r}: {sample.reward:g}")
-        is_same = is_same and len({sample.reward for sample in outcome}) == 1
-    if is_same and not problems and any(labels):
-        told = "the reward of a row's own label is that of another row's. Look at the form that "
-        say_notices([Caution(f"{told}the function reads, such as \\boxed{{}}, and at --label_key")])
+        if labels[index] and other and len({sample.reward for sample in outcome}) == 1:
+            same.append(inputs.prompts.place(index))
+    if same and not problems:
+        told = f"the reward of a row's own label is that of another row's: {'; '.join(same)}. Look "
+        told += "at what the function compares, the form that it reads, such as \\boxed{}, and at "
+        say_notices([Caution(f"{told}--label_key")])
     return problems
 
 

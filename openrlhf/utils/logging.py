@@ -213,7 +213,8 @@ def _red_flags(metrics: Values, history: Sequence[Values], *, example: str) -> d
     if metrics.get("group_reward_std", 1.0) < 1e-6:
         found["group_reward_std"] = (
             "all samples of every prompt got the same reward, so this step teaches nothing. "
-            f"Try other prompts, a higher --temperature or more --n_samples_per_prompt.{example}"
+            "Look at what the reward function returns; if that is right, try other prompts, a "
+            f"higher --temperature or more --n_samples_per_prompt.{example}"
         )
     if (cut := metrics.get("response_clip_ratio", 0.0)) > MAX_TRUNCATED_RATIO:
         found["response_clip_ratio"] = (

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from textwrap import shorten
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.utils.user_code import blaming, check_signature, import_function
 
 Function: TypeAlias = Callable[..., Any]
+MAX_SEEN = 120  # characters of what a function returned
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,15 @@ def check_function(formula: Formula, name: str) -> None:
         with blaming(path, ConfigError):
             return function(*args, **named)
 
-    if not formula.is_right(blamed):
-        raise ConfigError(f"{name} must return {formula.returns}.")
+    results: list[object] = []
+
+    def tried(*args: object, **named: object) -> Any:
+        results.append(blamed(*args, **named))
+        return results[-1]
+
+    if not formula.is_right(tried):
+        seen = shorten(repr(results[-1]), MAX_SEEN, placeholder=" ...")
+        raise ConfigError(f"{name} must return {formula.returns}. It returned {seen}.")
     _loaded[name] = blamed
 
 

@@ -104,6 +104,8 @@ PROBLEMS = [
      "--train_batch_size must be at least 2: 1. Type --train_batch_size 2."),
     (PRMConfig, "--apply_chat_template",
      "--apply_chat_template is not a known name. Did you mean --tokenizer_chat_template?"),
+    (PRMConfig, "--micro_train_b 1",
+     "--micro_train_b is not a known name. Did you mean --micro_train_batch_size?"),
     (PRMConfig, "--reward_tokens +",
      "--reward_tokens takes 2 or more values: +. Type them with spaces between."),
     (BatchInferenceConfig, "rm --post_processor csft --reward_template {input}",

@@ -64,6 +64,12 @@ def test_unknown_keys_and_wrong_values_are_named_with_the_file(tmp_path):
     ]
 
 
+def test_a_file_of_another_command_is_one_line(tmp_path):
+    text = TREE + "".join(f"other{number}: 1\n" for number in range(11))
+    [line] = problems(write(tmp_path / "run.yaml", text))
+    assert "run.yaml has 11 names that this command does not know: other0, other1, other2" in line
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("- 1\n- 2", "no keys at its top"), ("a: [1", "line 1, column 4"), (None, "No such file")],

@@ -6,8 +6,11 @@ from html.parser import HTMLParser
 
 import pytest
 from fastapi.testclient import TestClient
+from matplotlib.figure import Figure
 
 from openrlhf.cli.main import main
+from openrlhf.report.curves import Curve, Panel
+from openrlhf.report.picture import _draw
 from openrlhf.report.report import reporting
 from openrlhf.report.server import make_app
 from tests.integration.ppo_runs import GRPO, make_inputs, start
@@ -64,6 +67,16 @@ def test_a_response_cannot_leave_its_text(tmp_path):
     assert ATTACK not in page
     texts = [row["response"] for row in data_of(page)["runs"][0]["samples"]]
     assert ATTACK in texts
+
+
+def test_a_run_has_one_colour_in_all_panels_of_the_picture():
+    figure = Figure()
+    for index, metrics in enumerate((["reward", "reward/format"], ["kl"])):
+        curves = [Curve(run, metric, False, [1], [0.5]) for run in "ab" for metric in metrics]
+        axis = figure.add_subplot(1, 2, index + 1)
+        _draw(axis, Panel("title", "", "curves", curves), ["a", "b"])
+        colours = [line.get_color() for line in axis.lines]
+        assert colours == ["C0"] * len(metrics) + ["C1"] * len(metrics)
 
 
 def test_several_runs_show_which_settings_differ(tmp_path, capsys):

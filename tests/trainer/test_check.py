@@ -1,5 +1,6 @@
 """`openrlhf check`: one list of everything that is wrong, and what a run would train and take."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,17 @@ def test_what_is_learnt_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
         in out
     )
     assert "2 rows in micro-batches of 8 rows" in out
+
+
+def test_a_row_whose_own_label_is_worth_no_more_than_another_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "def reward_func(queries, prompts, labels):\n"  # rewards 2, whatever is asked
+    text += "    return [float(q[len(p):].startswith('2') and l == '2') for q, p, l in "
+    Path("reward.py").write_text(f"{text}zip(queries, prompts, labels)]\n")
+    with contextlib.suppress(SystemExit):
+        check.main(ppo())
+    assert "that of another row's: prompts.jsonl: row 2. Look at" in capsys.readouterr().err
 
 
 def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:

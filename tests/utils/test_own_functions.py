@@ -105,6 +105,13 @@ def test_a_formula_that_could_not_run_is_refused(
         check_function(formula, f"{file}:{name}")
 
 
+def test_a_wrong_result_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "est.py"
+    file.write_text("def one(r, groups):\n    return r.sum()\n")
+    with pytest.raises(ConfigError, match=r"a group's are equal. It returned tensor\(7\.\)\.$"):
+        check_function(ESTIMATOR, f"{file}:one")
+
+
 def test_the_formulas_of_the_document_work(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text()
     (tmp_path / "formulas.py").write_text(page.partition("```py\n")[2].partition("```")[0])
