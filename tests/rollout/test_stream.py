@@ -350,10 +350,10 @@ def test_engines_of_other_processes_stream_and_take_weights_under_way(
     until(come)
     assert len({int(v) for g in groups for r in g.rollouts for v in r.weight_versions}) == 1
     assert largest_gap(tiny_model_dir, groups[0].rollouts, 1.0) < 1e-3
-    stream.submit([((0, 4), records[4])], tag="t")
     trained = load(tiny_model_dir)
     shake(trained, 1)
     transport = WeightTransport("handles", torch.device("cpu"), engines)
+    stream.submit([((0, 4), records[4])], tag="t")
     transport.send(weights(trained), 1, keep_running=True)
     stream.submit([((0, 5), records[5])], tag="t")
     until(lambda: come() == 6)
