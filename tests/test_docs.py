@@ -339,3 +339,12 @@ def test_the_local_grpo_command_of_the_readme_trains(folder: Path, tiny_model_di
         "step_000001.parquet",
         "step_000002.parquet",
     ]
+
+
+def test_the_page_of_metrics_names_what_is_logged():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    sources = [path.read_text() for path in (ROOT / "openrlhf").rglob("*.py")]
+    logged = {name for s in sources for name in re.findall(r'etrics\.add\(\s*"([\w/]+)"', s)}
+    logged |= {f"timing/{name}" for s in sources for name in re.findall(r'timed\("(\w+)"', s)}
+    assert len(logged) > 40
+    assert sorted(name for name in logged if f"`{name}`" not in text) == []
