@@ -45,7 +45,7 @@ quiet_frameworks()  # they read it when they are imported: at the first run
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left in its folder."""
+    """The metrics and the model of a finished run, read from its folder."""
 
     run_dir: Path
 

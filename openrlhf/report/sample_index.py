@@ -32,7 +32,7 @@ GROUP_COLUMNS = {
 
 @dataclass(frozen=True)
 class Query:
-    """What a table shows of the samples of a file (all files without one)."""
+    """A page of the table of samples: of one file, or of all files if `file` is None."""
 
     file: str | None = None
     group_id: int | None = None

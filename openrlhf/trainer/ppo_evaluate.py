@@ -41,7 +41,7 @@ ALL = "all"  # the data source of all samples, where there are several
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of one model."""
+    """The metrics of one evaluated model."""
 
     name: str  # as it was typed
     run_dir: Path  # with its samples and metrics

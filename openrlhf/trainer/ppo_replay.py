@@ -51,7 +51,7 @@ SHOWN = ("reward", "advantages", "log_ratio", "is_clipped", "kl", "loss")
 
 @dataclass(frozen=True)
 class Kept:
-    """What a run kept of a step."""
+    """A kept step, as it is read from its folder."""
 
     folder: Path
     facts: StepFacts

@@ -13,7 +13,7 @@ from openrlhf.trainer.ray.model_actor import TrainedWorker
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What decides a step beside its samples and weights."""
+    """The inputs of a step's updates beside samples and weights."""
 
     global_step: int
     kl_coef: float

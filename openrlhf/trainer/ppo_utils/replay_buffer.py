@@ -40,7 +40,7 @@ class UpdateStep:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What became of the optimizer steps of one rank."""
+    """The metrics and columns that one rank returns for its optimizer steps."""
 
     metrics: Metrics
     places: Sequence[int] = ()  # samples of the rollout batch, in the order of the columns

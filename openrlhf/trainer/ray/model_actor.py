@@ -333,8 +333,8 @@ class TrainedWorker(ModelWorker):
 
 
 class Notes:
-    """What is noted while a rank makes optimizer steps: metrics, and columns of the loss as it
-    first saw each sample.
+    """Collects metrics during the optimizer steps of a rank, and columns of the loss from the first
+    time it sees each sample.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
