@@ -98,7 +98,7 @@ def run_command(folder: Path, num_prompts: int, flags: list[str]) -> None:
         f"--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt {NUM_SAMPLES} "
         f"--rollout_batch_size {num_prompts} --micro_rollout_batch_size {NUM_SAMPLES} "
         f"--train_batch_size {samples} --micro_train_batch_size {samples} --use_dynamic_batch "
-        f"--train_max_tokens_per_gpu 4096 --prompt_max_len 64 --vllm_num_engines 1 "
+        f"--train_max_tokens_per_gpu 2048 --prompt_max_len 64 --vllm_num_engines 1 "
         f"--generate_max_len {MAX_NEW_TOKENS} --actor_learning_rate 1e-6 "
         f"--save_path {folder / 'run'}"
     )

@@ -151,7 +151,7 @@ def _policy(work: w.Workload, folder: Path, *, zero_stage: int = 2) -> object:
         {
             "actor": {"model_name_or_path": str(work.model)},
             "rollout": {"max_new_tokens": work.max_new_tokens},
-            "train": {"dynamic_batch_enable": True, "max_tokens_per_gpu": 4096},
+            "train": {"dynamic_batch_enable": True, "max_tokens_per_gpu": 2048},
             "ds": {"zero_stage": zero_stage},
         }
     )
@@ -280,7 +280,7 @@ def _ppo_step(work: w.Workload, extra: list[str], *, on_ray: bool) -> Measuremen
         f"--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt {w.NUM_SAMPLES} "
         f"--rollout_batch_size {w.NUM_PROMPTS} --train_batch_size {samples} "
         f"--micro_rollout_batch_size {samples} --use_dynamic_batch "
-        f"--train_max_tokens_per_gpu 4096 --prompt_max_len 64 "
+        f"--train_max_tokens_per_gpu 2048 --prompt_max_len 64 "
         f"--generate_max_len {work.max_new_tokens} --actor_learning_rate 1e-6 "
         f"--save_path {folder / 'run'}"
     ).split()

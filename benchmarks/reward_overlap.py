@@ -123,7 +123,7 @@ def words(folder: Path, path: Way, num_steps: int) -> list[str]:
         f"--input_key input --remote_rm_url {folder / 'reward.py'} --num_episodes {num_steps} "
         f"--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt {NUM_SAMPLES} "
         f"--rollout_batch_size {NUM_PROMPTS} --micro_rollout_batch_size {NUM_SAMPLES} "
-        f"--train_batch_size {samples} --use_dynamic_batch --train_max_tokens_per_gpu 4096 "
+        f"--train_batch_size {samples} --use_dynamic_batch --train_max_tokens_per_gpu 2048 "
         f"--prompt_max_len 32 --generate_max_len {MAX_NEW_TOKENS} --actor_learning_rate 1e-8 "
         f"--vllm_num_engines 1 --save_path {folder / 'run'} {path.flags}"
     )

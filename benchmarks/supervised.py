@@ -79,7 +79,7 @@ def ours(kind: str, work: w.Workload) -> Measurement:
     argv = (
         f"--pretrain {work.model} --dataset {data} --max_len 1024 --max_epochs 1 "
         f"--train_batch_size {BATCH_SIZE} --micro_train_batch_size {BATCH_SIZE} "
-        f"--use_dynamic_batch --train_max_tokens_per_gpu 4096 --learning_rate 1e-6 "
+        f"--use_dynamic_batch --train_max_tokens_per_gpu 2048 --learning_rate 1e-6 "
         f"--zero_stage 0 --save_path {folder / kind} {keys.get(kind, '--prompt_key prompt')}"
     ).split()
     command.main(argv)

@@ -1,16 +1,18 @@
 """Attention over packed rows: sequences laid end to end attend causally, each only to itself.
 
 Registered with transformers as `PACKED_ATTENTION`; boundaries travel as the keyword `packed_row`.
-On CUDA in half precision torch's variable-length kernel does it, elsewhere SDPA for one sequence
-after the other. Where ranks share a row, the queries of each are its two chunks: `ring` gathers
-keys and values of a few heads at a time, in a checkpoint, so that those of one group are all that
-is ever held; `ulysses` exchanges tokens for heads (arXiv 2309.14509). Suffixes: R rows, T tokens of
-a row, B sequences, h query heads, k key heads, D head size, Q queries, S keys or a slice, P padded.
+On CUDA in half precision torch's variable-length kernel does it, elsewhere SDPA, one call for
+neighbours of one length. Where ranks share a row, the queries of each are its two chunks: `ring`
+gathers keys and values of a few heads at a time, in a checkpoint, so that those of one group are
+all that is ever held; `ulysses` exchanges tokens for heads (arXiv 2309.14509). Suffixes: R rows,
+T tokens of a row, B sequences, h query heads, k key heads, D head size, Q queries, S keys or a
+slice, P padded.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -175,17 +177,22 @@ def can_use_varlen(q_ThD: Tensor, v_TkD: Tensor, options: ScoreOptions) -> bool:
 def sdpa_row_attention(
     q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, row: PackedRow, options: ScoreOptions
 ) -> Tensor:
-    """Return the attention over a row by SDPA, one sequence after the other."""
-    first, *others = row.seq_lengths
-    key_lengths = (first + row.num_earlier, *others)
+    """Return the attention over a row by SDPA; neighbours of one length share a call."""
+    key_lengths = (row.seq_lengths[0] + row.num_earlier, *row.seq_lengths[1:])
+    pairs = list(zip(row.seq_lengths, key_lengths, strict=True))
+    runs = [(lengths, len(list(run))) for lengths, run in groupby(pairs)]
     parts = zip(
-        q_ThD.transpose(0, 1).split(row.seq_lengths, dim=1),
-        k_TkD.transpose(0, 1).split(key_lengths, dim=1),
-        v_TkD.transpose(0, 1).split(key_lengths, dim=1),
+        runs,
+        q_ThD.split([num_queries * n for (num_queries, _), n in runs]),
+        k_TkD.split([num_keys * n for (_, num_keys), n in runs]),
+        v_TkD.split([num_keys * n for (_, num_keys), n in runs]),
         strict=True,
     )
-    outputs = [causal_attention(q[None], k[None], v[None], options)[0] for q, k, v in parts]
-    return torch.cat(outputs, dim=1).transpose(0, 1)
+    outputs = []
+    for (_, n), *states in parts:
+        q, k, v = (x.unflatten(0, (n, -1)).transpose(1, 2) for x in states)
+        outputs.append(causal_attention(q, k, v, options).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
 
 
 @dataclass(frozen=True, eq=False)

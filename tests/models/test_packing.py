@@ -41,7 +41,7 @@ def random_qkv(num_tokens, *, num_heads=4, num_kv_heads=2, head_dim=8):
 
 @pytest.mark.parametrize(
     ("lengths", "num_earlier", "query_block"),
-    [((3, 12, 1, 11, 12, 2), 0, 4), ((3, 12, 1, 11, 12, 2), 0, 1024), ((13, 8), 6, 4)],
+    [((3, 12, 12, 1, 11, 2), 0, 4), ((3, 12, 12, 1, 11, 2), 0, 1024), ((13, 7, 7, 8), 6, 4)],
 )
 @pytest.mark.parametrize(
     "options",
