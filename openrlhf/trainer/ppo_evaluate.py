@@ -26,7 +26,12 @@ from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_run import rollouts_of
 from openrlhf.trainer.ppo_setup import RunInputs, named_models, open_reward_source, prepare_inputs
-from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics, results_table
+from openrlhf.trainer.ppo_utils.evaluation import (
+    Estimate,
+    estimates_of,
+    evaluation_metrics,
+    results_table,
+)
 from openrlhf.trainer.ray.cluster import DevicePhases, local_cluster, ray_cluster
 from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.placement import reward_roles
@@ -41,12 +46,17 @@ ALL = "all"  # the data source of all samples, where there are several
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metrics of one evaluated model."""
+    """What was measured of one model.
+
+    Example: evaluation.estimates["default"]["pass@1"].interval
+    """
 
     name: str  # as it was typed
-    run_dir: Path  # with its samples and metrics
+    run_dir: Path  # with its metrics
+    samples_path: Path | None  # parquet; None where the disk was full
     metrics: Values
     num_prompts: Mapping[str, int]  # by data source
+    estimates: Mapping[str, Mapping[str, Estimate]]  # by data source and title, such as `pass@1`
 
 
 def run_evaluation(
@@ -72,8 +82,13 @@ def run_evaluation(
             _evaluate(name, run, inputs)
             for name, run, inputs in zip(config.model_names, runs, prepared, strict=True)
         ]
-    table = [(result.name, result.num_prompts, result.metrics) for result in results]
-    notice(results_table(table, config.ks))
+    notice(
+        results_table(
+            (result.name, source, result.num_prompts[source], estimates)
+            for result in results
+            for source, estimates in result.estimates.items()
+        )
+    )
     notice("in brackets: 95 % intervals of means over prompts (normal, errors clustered by prompt)")
     notice(f"samples and metrics: {output}")
     report_or_warn([result.run_dir for result in results], output / REPORT_FILE)
@@ -136,7 +151,9 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
     save_resolved(config, inputs.run_dir / "config.yaml")
     Tracker(inputs.run_dir).log(0, metrics)
     prompts = dict.fromkeys((rollout.datasource, rollout.row_id) for rollout in rollouts)
-    return Evaluation(name, inputs.run_dir, metrics, Counter(source for source, _ in prompts))
+    counts = Counter(source for source, _ in prompts)
+    estimates = {source: estimates_of(metrics, source, config.ks) for source in counts}
+    return Evaluation(name, inputs.run_dir, file, metrics, counts, estimates)
 
 
 def _samples(config: EvaluateConfig, inputs: RunInputs) -> SampleBatch:

@@ -63,6 +63,25 @@ def test_a_trainer_of_ones_own_adds_to_a_step(names: dict) -> None:
     assert lengths and all(length > 0 for length in lengths)
 
 
+def test_an_evaluation_returns_what_was_measured_of_each_model(names: dict) -> None:
+    import pandas
+
+    before, after = names["before"], names["after"]
+    assert before.run_dir != after.run_dir
+    assert (after.name, after.num_prompts) == ("output/grpo", {"default": 6})
+    samples = pandas.read_parquet(names["folder"] / after.samples_path)
+    rewards = samples.groupby("row_id").reward
+    assert list(rewards.count()) == [4] * 6
+    assert all(0 < reward <= 1 for reward in samples.reward)  # of short_answers
+    found = after.estimates["default"]
+    assert list(found) == ["pass@1", "pass@2", "pass@4", "reward"]
+    assert found["pass@4"].mean == pytest.approx(rewards.max().mean())
+    reach = 1.96 * rewards.mean().std() / 6**0.5
+    mean = samples.reward.mean()
+    assert found["reward"].interval == pytest.approx((mean - reach, mean + reach))
+    assert (names["folder"] / "output/eval/report.html").is_file()
+
+
 def test_a_config_names_functions_of_the_program_that_the_run_must_get(
     names: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
