@@ -113,7 +113,7 @@ def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = F
     is_main = Topology.from_env().is_main
     config = with_snapshots(parsed.config, is_shown=is_main)
     load = command.load_check if only_checks else command.load
-    assert load is not None, "only training commands are checked"
+    assert load is not None, "cli/check.py names those that have one"
     with progress("loading libraries", is_shown=is_main):
         work = load(config)
     if is_main:

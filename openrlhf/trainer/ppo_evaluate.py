@@ -24,7 +24,7 @@ from openrlhf.report.report import REPORT_FILE, report_or_warn
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
-from openrlhf.trainer.ppo_run import rollouts_of
+from openrlhf.trainer.ppo_run import rollouts_of, worker_classes
 from openrlhf.trainer.ppo_setup import RunInputs, named_models, open_reward_source, prepare_inputs
 from openrlhf.trainer.ppo_utils.evaluation import (
     Estimate,
@@ -35,7 +35,6 @@ from openrlhf.trainer.ppo_utils.evaluation import (
 from openrlhf.trainer.ray.cluster import DevicePhases, local_cluster, ray_cluster
 from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.placement import reward_roles
-from openrlhf.trainer.ray.scorers import FrozenPolicyActor, RewardModelActor
 from openrlhf.utils.logging import Values, notice, redirect_framework_logs
 from openrlhf.utils.progress import progress
 from openrlhf.utils.samples import show_samples
@@ -66,13 +65,9 @@ def run_evaluation(
 
     A program may bring the rewards that the config does not name a source of.
     """
-    output = Path(config.ckpt.output_dir)
-    runs = _runs(config, output)
-    if any((Path(run.ckpt.output_dir) / METRICS_FILE).exists() for run in runs):
-        raise ConfigError(
-            f"--save_path {output} holds the records of a run. Type another folder, or leave "
-            "--save_path out."
-        )
+    output, gathered = Path(config.ckpt.output_dir), Gathered()
+    runs = evaluated_runs(config, gathered)
+    gathered.raise_if_any()
     source = reward_source or open_reward_source(config, log_dir=output / "logs")
     with closing(source) if source else nullcontext(), holding(output, "--save_path"):
         redirect_framework_logs(output, "driver")
@@ -95,17 +90,23 @@ def run_evaluation(
     return results
 
 
-def _runs(config: EvaluateConfig, output: Path) -> list[EvaluateConfig]:
-    """Return the config of every model: one has the output folder, several have folders in it."""
-    gathered, names = Gathered(), config.model_names
-    models = [gathered.attempt(partial(find_model, name)) for name in names]
-    gathered.raise_if_any()
-    folders = [output / word for word in last_words(names)]
-    runs = []
-    for model, folder in zip(models, folders if len(names) > 1 else [output], strict=True):
-        run = with_value(config, "models", model)
-        run = with_value(run, "actor.model_name_or_path", model)
-        runs.append(with_value(run, "ckpt.output_dir", str(folder)))
+def evaluated_runs(config: EvaluateConfig, gathered: Gathered) -> list[EvaluateConfig]:
+    """Return the config of every model: one has the output folder, several have folders in it.
+    Note models that are not there, and a folder with records.
+    """
+    output, names, runs = Path(config.ckpt.output_dir), config.model_names, []
+    folders = [output / word for word in last_words(names)] if len(names) > 1 else [output]
+    for name, folder in zip(names, folders, strict=True):
+        model = gathered.attempt(partial(find_model, name))
+        if (folder / METRICS_FILE).exists():
+            gathered.problems.append(
+                f"--save_path {output} holds the records of a run. Type another folder, or leave "
+                "--save_path out."
+            )
+        if model is not None:
+            run = with_value(config, "models", model)
+            run = with_value(run, "actor.model_name_or_path", model)
+            runs.append(with_value(run, "ckpt.output_dir", str(folder)))
     return runs
 
 
@@ -158,18 +159,12 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
 
 def _samples(config: EvaluateConfig, inputs: RunInputs) -> SampleBatch:
     """Start the model, and what scores its samples, and return them."""
-    on_ray = config.vllm.num_engines > 1
-    if not on_ray:
+    if not config.is_on_ray:
         check_here(config.ds, trains=False)
     say_padded(config, named_models(config))
-    rewards = reward_roles(config)
-    models: dict[str, type] = dict.fromkeys(rewards, RewardModelActor)
-    if config.has_policy_ranks:
-        models["actor"] = FrozenPolicyActor
-    open_cluster = ray_cluster if on_ray else local_cluster
-    with open_cluster(
-        config, models, run_dir=str(inputs.run_dir.resolve()), resume_step=0
-    ) as cluster:
+    rewards, run_dir = reward_roles(config), str(inputs.run_dir.resolve())
+    open_cluster = ray_cluster if config.is_on_ray else local_cluster
+    with open_cluster(config, worker_classes(config), run_dir=run_dir, resume_step=0) as cluster:
         for role, group in cluster.groups.items():
             with progress(f"loading {role}"):
                 paths = [path for other, path in rewards.items() if other == role]
