@@ -64,7 +64,9 @@ class Command(Generic[ConfigT]):
             raise SystemExit(error.exit_code) from error
         except KeyboardInterrupt as error:
             if Topology.from_env().is_main:
-                print(f"error: interrupted: {error}".removesuffix(": "), file=sys.stderr)
+                is_training = self.config_class.trains and not only_checks
+                how = str(error) or (stopping.NOTHING_SAVED if is_training else "")
+                print(f"error: interrupted: {how}".removesuffix(": "), file=sys.stderr)
             if stopping.is_overdue():  # a thread may still compute: Python's own end would crash
                 sys.stderr.flush()
                 os._exit(130)

@@ -446,8 +446,6 @@ class PPOLoggerConfig(LoggerConfig):
 class PPOConfig(RunConfig):
     """Reinforcement learning: PPO, REINFORCE++, RLOO, GRPO and their kin."""
 
-    trains: ClassVar[bool] = True
-
     essentials: ClassVar[tuple[str, ...]] = (
         *("actor.model_name_or_path", "data.prompt_dataset", "data.input_key", "data.label_key"),
         *("reward.remote_url", "reward.model_name_or_path", "algo.advantage.estimator"),

@@ -32,6 +32,7 @@ from openrlhf.distributed.collectives import is_main, on_main, together
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.progress import progress
+from openrlhf.utils.stopping import NOTHING_SAVED
 
 STATE = "state.json"
 GIB = 1024**3
@@ -329,8 +330,19 @@ class RunCheckpoints:
             return f"it could not be saved. {error}"
         if not save():
             return "it could not be saved."
-        how = "" if config.load_enable else " with --load_checkpoint"
-        return f"it was saved in {config.path}. To go on, type the same command{how}"
+        return f"it was saved in {config.path}. {self._to_go_on()}"
+
+    def how_to_go_on(self) -> str:
+        """Return what a run that ends outside of its loop has saved, and how to go on."""
+        is_used = self.config.save_steps > 0 or self.config.load_enable
+        steps = [step for step in self.store.steps() if self.store.folders(step)[0].is_dir()]
+        if not is_used or not steps:
+            return NOTHING_SAVED
+        return f"step {steps[-1]} was saved in {self.config.path}. {self._to_go_on()}"
+
+    def _to_go_on(self) -> str:
+        how = "" if self.config.load_enable else " with --load_checkpoint"
+        return f"To go on, type the same command{how}"
 
     def save_best(self, step: int, export: Callable[[Path], None]) -> bool:
         """Keep the model that `export` writes as the best so far, in place of the one before;

@@ -102,12 +102,15 @@ def _open_and_run(
             if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
                 return
             say_padded(config, named_models(config))
-            with open_cluster(
-                config,
-                worker_classes(config),
-                run_dir=str(inputs.run_dir.resolve()),
-                resume_step=opened.resume_step or 0,
-            ) as cluster:
+            with (
+                stopping.telling(opened.how_to_go_on),
+                open_cluster(
+                    config,
+                    worker_classes(config),
+                    run_dir=str(inputs.run_dir.resolve()),
+                    resume_step=opened.resume_step or 0,
+                ) as cluster,
+            ):
                 make = make_trainer or trainer_class(config)
                 trainer = _run(config, inputs, cluster, opened, make)
         trainer.say_evaluations()  # a policy that got worse is the last line
