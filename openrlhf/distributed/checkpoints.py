@@ -33,6 +33,7 @@ from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.progress import progress
 from openrlhf.utils.stopping import NOTHING_SAVED
+from openrlhf.utils.tracking import ENDED_FILE, read_ending
 
 STATE = "state.json"
 GIB = 1024**3
@@ -239,12 +240,11 @@ class RunCheckpoints:
         """
 
         def look() -> bool:
-            finished = folders.read_json(run_dir / folders.FINISHED)
-            if is_at_end and finished == self._finish(self.resume_step):
+            if is_at_end and read_ending(run_dir) == self._finish(self.resume_step):
                 notice(f"that run had finished: its model is in {run_dir}, nothing is left to do")
                 return True
             if self.saved is not None:
-                (run_dir / folders.FINISHED).unlink(missing_ok=True)
+                (run_dir / ENDED_FILE).unlink(missing_ok=True)
             return False
 
         return on_main(look)
@@ -263,7 +263,7 @@ class RunCheckpoints:
 
     def note_finished(self, run_dir: Path, step: int) -> None:
         """Note that `run_dir` holds the model of the last step; the main rank calls."""
-        folders.write_json(run_dir / folders.FINISHED, self._finish(step))
+        folders.write_json(run_dir / ENDED_FILE, self._finish(step))
 
     def save(
         self,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from openrlhf.report.run_folder import read_runs
 from tests.integration.commands import steps_of
 from tests.integration.ppo_runs import (
     GRPO,
@@ -155,8 +156,12 @@ def test_a_run_that_ends_while_it_loads_or_exports_says_how_to_go_on(
         "with --load_checkpoint"
     )
     assert not (run / "config.json").exists()
+    [found] = read_runs([run])  # as a report made later reads them
+    assert found.facts()["state"].startswith("ended after step 1: Interrupted: step 1 was saved in")
     assert start(root, run, flags, "--load_checkpoint") == 0
     assert (run / "config.json").exists()
+    [found] = read_runs([run])
+    assert found.facts()["state"] == "finished, step 1"
 
 
 @pytest.mark.slow
