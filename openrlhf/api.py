@@ -30,7 +30,7 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
 from openrlhf.rewards.function import CallableReward
 from openrlhf.utils import stopping
-from openrlhf.utils.callbacks import Callback
+from openrlhf.utils.callbacks import Callback, show_callback_alone
 from openrlhf.utils.logging import quiet_frameworks, say_notices
 from openrlhf.utils.snapshots import with_snapshots
 from openrlhf.utils.tracking import METRICS_FILE, read_metrics
@@ -117,8 +117,12 @@ class Supervised(Method[ConfigT]):
         """Train by a config, or by settings. `trainer` is a subclass of the method's own."""
         config = self._given(config, settings)
         run = resolve_name("openrlhf.trainer.supervised_run:run_supervised")
-        with stopping.listening():
-            run(trainer or resolve_name(self.recipe), config, callbacks=callbacks)
+        try:
+            with stopping.listening():
+                run(trainer or resolve_name(self.recipe), config, callbacks=callbacks)
+        except Exception as error:
+            show_callback_alone(error)
+            raise
         return Result(Path(config.ckpt.output_dir).resolve())
 
 
@@ -178,8 +182,13 @@ class Reinforcement(Rewarded[PPOConfig]):
                 f"{own_class.__name__}."
             )
         make_trainer = partial(trainer or own_class, callbacks=callbacks)
-        with stopping.listening():
-            resolve_name(self.run)(config, make_trainer, reward_source=self._source(config, reward))
+        source, run = self._source(config, reward), resolve_name(self.run)
+        try:
+            with stopping.listening():
+                run(config, make_trainer, reward_source=source)
+        except Exception as error:
+            show_callback_alone(error)
+            raise
         return Result(Path(config.ckpt.output_dir).resolve())
 
 

@@ -2,11 +2,13 @@
 
 import re
 import runpy
+import traceback
 from pathlib import Path
 
 import pytest
 
 from openrlhf.errors import ConfigError
+from openrlhf.utils.callbacks import Callback
 from tests.source import ROOT
 from tests.tiny import write_jsonl
 
@@ -56,6 +58,26 @@ def test_callbacks_see_every_step_evaluation_and_save(names: dict) -> None:
     assert len(watch.rewards) == 2 and all(0 < reward <= 1 for reward in watch.rewards)
     assert watch.folders == [(1, "global_step1"), (2, "global_step2"), (2, "watched")]
     assert [step for step, _ in watch.evaluations] == [0, 2]
+
+
+def test_an_error_in_a_callback_has_no_frames_but_the_programs(
+    names: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(Callback):
+        def on_step_end(self, trainer: object, step: int, metrics: object) -> None:
+            raise ValueError(f"step {step}")
+
+    monkeypatch.chdir(names["folder"])
+    with pytest.raises(ValueError, match="step 1") as caught:
+        names["ppo_local"](
+            reward=names["short_answers"],
+            callbacks=[Fails()],
+            **names["grpo"],
+            save_path="output/failed",
+        )
+    assert {frame.filename for frame in traceback.extract_tb(caught.tb)} == {__file__}
+    report = Path("output/failed/report.html").read_text()
+    assert "ended after step 1: ValueError: step 1" in report
 
 
 def test_a_trainer_of_ones_own_adds_to_a_step(names: dict) -> None:
