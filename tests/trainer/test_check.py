@@ -6,6 +6,12 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli import check, train_ppo_ray
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import Gathered
+from openrlhf.trainer.check import Plan, _rl_models
+from openrlhf.trainer.ppo_run import worker_classes
+from openrlhf.trainer.ray.cluster import local_demands
 from tests.tiny import make_model, write_jsonl
 
 REWARD = """
@@ -164,6 +170,16 @@ def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str])
     code, _, errors = run(capsys, ppo())
     assert code == 2
     assert any("reward.py:2: ZeroDivisionError" in error for error in errors)
+
+
+def test_models_of_one_process_share_its_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*ppo()[1:], "--vllm_num_engines", "1", "--zero_stage", "0"]
+    config = parse_config(PPOConfig, flags).config
+    demands = local_demands(config, worker_classes(config))
+    models = _rl_models(config, None, demands)
+    Plan(config, models, Gathered(), has_gpus=True, demands=demands).check_memory()
+    titles = [line.split("  ")[1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert titles == ["actor", "ref", "vllm", "a GPU of this process"]
 
 
 def evaluation(models: str, **flags: str) -> list[str]:
