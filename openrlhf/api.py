@@ -1,4 +1,4 @@
-"""Training from Python: each command is a function, and its flags are keyword arguments.
+"""Training and evaluation from Python: commands are functions, flags are keyword arguments.
 
     result = sft(pretrain="Qwen/Qwen2.5-0.5B", dataset="rows.jsonl", learning_rate=1e-5)
 
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from openrlhf.cli.runner import start_problems
 from openrlhf.config.cli import ConfigT, parse_config
+from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import (
     DPOConfig,
@@ -29,14 +30,16 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
 from openrlhf.rewards.function import CallableReward
 from openrlhf.utils import stopping
-from openrlhf.utils.callbacks import Callback
+from openrlhf.utils.callbacks import Callback, show_callback_alone
 from openrlhf.utils.logging import quiet_frameworks, say_notices
 from openrlhf.utils.snapshots import with_snapshots
 from openrlhf.utils.tracking import METRICS_FILE, read_metrics
 
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
+RLConfigT = TypeVar("RLConfigT", bound=PPOConfig)
 
 if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_evaluate import Evaluation
     from openrlhf.trainer.ppo_trainer import PPOTrainer
     from openrlhf.trainer.supervised_run import Recipe
 
@@ -114,24 +117,49 @@ class Supervised(Method[ConfigT]):
         """Train by a config, or by settings. `trainer` is a subclass of the method's own."""
         config = self._given(config, settings)
         run = resolve_name("openrlhf.trainer.supervised_run:run_supervised")
-        with stopping.listening():
-            run(trainer or resolve_name(self.recipe), config, callbacks=callbacks)
+        try:
+            with stopping.listening():
+                run(trainer or resolve_name(self.recipe), config, callbacks=callbacks)
+        except Exception as error:
+            show_callback_alone(error)
+            raise
         return Result(Path(config.ckpt.output_dir).resolve())
 
 
-class Reinforcement(Method[PPOConfig]):
+class Rewarded(Method[RLConfigT]):
+    """A command whose samples are scored; `reward` is a function in a form of
+    docs/reward-functions.md, called in this process, or several that are added with
+    `reward_weights`.
+    """
+
+    def config(self, *, reward: Reward | None = None, **settings: object) -> RLConfigT:
+        """Return the config; `reward` is the function that the run will be called with."""
+        if reward is not None:
+            settings["remote_rm_url"] = f"callable:{getattr(reward, '__name__', 'reward')}"
+        return super().config(**settings)
+
+    def _given(
+        self, config: RLConfigT | None, settings: Mapping[str, object], reward: Reward | None = None
+    ) -> RLConfigT:
+        if config is None and reward is not None:
+            settings = {**settings, "reward": reward}
+        return super()._given(config, settings)
+
+    def _source(self, config: RLConfigT, reward: Reward | None) -> CallableReward | None:
+        """Return what calls the functions; None where the config names the source."""
+        if reward is None:
+            return None
+        batch_size = config.rollout.micro_batch_size
+        return CallableReward(reward, weights=config.reward.weights, batch_size=batch_size)
+
+
+class Reinforcement(Rewarded[PPOConfig]):
     """Reinforcement learning, on Ray or in this process."""
 
     def __init__(self, run: str) -> None:
         """`run` is the function that does it, as `module:name`."""
         super().__init__(PPOConfig)
         self.run = run
-
-    def config(self, *, reward: Reward | None = None, **settings: object) -> PPOConfig:
-        """Return the config; `reward` is the function that the run will be called with."""
-        if reward is not None:
-            settings["remote_rm_url"] = f"callable:{getattr(reward, '__name__', 'reward')}"
-        return super().config(**settings)
 
     def __call__(
         self,
@@ -143,14 +171,10 @@ class Reinforcement(Method[PPOConfig]):
         callbacks: Sequence[Callback] = (),
         **settings: object,
     ) -> Result:
-        """Train by a config, or by settings. `reward` is a function in a form of
-        docs/reward-functions.md, called in this process, or several that are added with
-        `reward_weights`; `trainer` is a subclass of PPOTrainer, or of PPOTrainerAsync with
-        `async_train`.
+        """Train by a config, or by settings. `trainer` is a subclass of PPOTrainer, or of
+        PPOTrainerAsync with `async_train`.
         """
-        if config is None and reward is not None:
-            settings["reward"] = reward
-        config = self._given(config, settings)
+        config = self._given(config, settings, reward)
         own_class = resolve_name("openrlhf.trainer.ppo_run:trainer_class")(config)
         if trainer and not issubclass(trainer, own_class):
             raise ConfigError(
@@ -158,16 +182,32 @@ class Reinforcement(Method[PPOConfig]):
                 f"{own_class.__name__}."
             )
         make_trainer = partial(trainer or own_class, callbacks=callbacks)
-        source = None
-        if reward is not None:
-            source = CallableReward(
-                reward,
-                weights=config.reward.weights,
-                batch_size=config.rollout.micro_batch_size,
-            )
-        with stopping.listening():
-            resolve_name(self.run)(config, make_trainer, reward_source=source)
+        source, run = self._source(config, reward), resolve_name(self.run)
+        try:
+            with stopping.listening():
+                run(config, make_trainer, reward_source=source)
+        except Exception as error:
+            show_callback_alone(error)
+            raise
         return Result(Path(config.ckpt.output_dir).resolve())
+
+
+class Evaluating(Rewarded[EvaluateConfig]):
+    """The evaluation of models on data with labels."""
+
+    def __call__(
+        self,
+        config: EvaluateConfig | None = None,
+        /,
+        *,
+        reward: Reward | None = None,
+        **settings: object,
+    ) -> "list[Evaluation]":
+        """Evaluate by a config, or by settings; return what was measured of each of `models`."""
+        config = self._given(config, settings, reward)
+        run = resolve_name("openrlhf.trainer.ppo_evaluate:run_evaluation")
+        with stopping.listening():
+            return run(config, reward_source=self._source(config, reward))
 
 
 sft = Supervised(SFTConfig, "openrlhf.trainer.sft_trainer:SFTTrainer")
@@ -178,3 +218,4 @@ prm = Supervised(PRMConfig, "openrlhf.trainer.prm_trainer:PRMTrainer")
 kd = Supervised(KDConfig, "openrlhf.trainer.kd_trainer:KDTrainer")
 ppo = Reinforcement("openrlhf.trainer.ppo_run:run_ppo_ray")
 ppo_local = Reinforcement("openrlhf.trainer.ppo_run:run_ppo_local")
+evaluate = Evaluating(EvaluateConfig)

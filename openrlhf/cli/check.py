@@ -1,4 +1,4 @@
-"""`openrlhf check COMMAND FLAGS`: what a training run would find out and take, without the run.
+"""`openrlhf check COMMAND FLAGS`: what a run would find out and take, without the run.
 
 Exit code 0: nothing is wrong; 2: every problem is a line on stderr.
 """
@@ -10,29 +10,33 @@ from importlib import import_module
 
 from openrlhf.cli.main import COMMANDS, command_of
 
-TRAINING = ("sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local")
+CHECKED = ("sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local", "eval")
 USAGE = "\n".join(
     [
         "usage: openrlhf check COMMAND FLAGS\n",
-        "Say what a training command with these flags would train, the memory and disk it takes,",
-        "two rows as the model reads them and their rewards; and all that is wrong, in one list.",
+        "Say what a command with these flags would train or evaluate, the memory and disk it",
+        "takes, two rows as the model reads them and their rewards; and all that is wrong, in one",
+        "list.",
         "Exit code 0: nothing is wrong. 2: something is.\n",
-        *(f"  {name:<11} {COMMANDS[name][1]}" for name in TRAINING),
+        *(f"  {name:<11} {COMMANDS[name][1]}" for name in CHECKED),
     ]
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check the training command that the first word names."""
+    """Check the command that the first word names."""
     word, *flags = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     name = command_of(word)
-    if name in TRAINING:
+    if name in CHECKED:
         command = import_module(f"openrlhf.cli.{COMMANDS[name][0]}").main
         replace(command, name=f"openrlhf check {name}")(flags, only_checks=True)
     elif word in ("-h", "--help"):
         print(USAGE)
     else:
-        print(f"error: {word} is no training command. Type one of these:\n{USAGE}", file=sys.stderr)
+        print(
+            f"error: {word} is no command that can be checked. Type one of these:\n{USAGE}",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
 
 

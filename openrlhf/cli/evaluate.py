@@ -4,7 +4,10 @@ from openrlhf.cli.runner import Command, imported
 from openrlhf.config.evaluation import EvaluateConfig
 
 main = Command(
-    "openrlhf eval", EvaluateConfig, imported("openrlhf.trainer.ppo_evaluate:run_evaluation")
+    "openrlhf eval",
+    EvaluateConfig,
+    imported("openrlhf.trainer.ppo_evaluate:run_evaluation"),
+    imported("openrlhf.trainer.check:check_evaluation"),
 )
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ class Command(Generic[ConfigT]):
             raise SystemExit(error.exit_code) from error
         except KeyboardInterrupt as error:
             if Topology.from_env().is_main:
-                print(f"error: interrupted: {error}".removesuffix(": "), file=sys.stderr)
+                is_training = self.config_class.trains and not only_checks
+                how = str(error) or (stopping.NOTHING_SAVED if is_training else "")
+                print(f"error: interrupted: {how}".removesuffix(": "), file=sys.stderr)
             if stopping.is_overdue():  # a thread may still compute: Python's own end would crash
                 sys.stderr.flush()
                 os._exit(130)
@@ -113,7 +115,7 @@ def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = F
     is_main = Topology.from_env().is_main
     config = with_snapshots(parsed.config, is_shown=is_main)
     load = command.load_check if only_checks else command.load
-    assert load is not None, "only training commands are checked"
+    assert load is not None, "cli/check.py names those that have one"
     with progress("loading libraries", is_shown=is_main):
         work = load(config)
     if is_main:

@@ -232,6 +232,7 @@ class CommandConfig(Base):
 
     # Section -> the leaves of it that the command has; all of those that are not named here.
     shows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    trains: ClassVar[bool] = False
     operands: ClassVar[str] = ""  # the leaf whose values may stand before all flags
     essentials: ClassVar[tuple[str, ...]] = ()  # the leaves that `--help` shows; none: all
     example: ClassVar[str] = ""  # flags to start with

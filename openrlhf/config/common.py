@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from openrlhf.config.base import Base, CommandConfig, is_given, option, switch
 
@@ -412,6 +412,8 @@ class TrainConfig(Base):
 
 class RunConfig(CommandConfig):
     """Top of every training command's tree."""
+
+    trains: ClassVar = True
 
     local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
     train: TrainConfig = TrainConfig()

@@ -57,7 +57,20 @@ class EvaluatingVLLMConfig(VLLMConfig):
 class EvaluateConfig(PPOConfig):
     """Evaluate models on data with labels: pass@1, pass@k and the mean reward (eval)."""
 
-    essentials: ClassVar[tuple[str, ...]] = ()  # `--help` shows all
+    trains: ClassVar = False
+    essentials: ClassVar = (
+        *("models", "data.prompt_dataset", "data.input_key", "data.label_key"),
+        *("data.apply_chat_template", "data.prompt_max_len", "data.max_samples"),
+        *("reward.remote_url", "reward.weights", "reward.model_name_or_path"),
+        *("train.agent_func_path", "rollout.n_samples_per_prompt", "pass_k"),
+        *("rollout.temperature", "rollout.top_p", "rollout.max_new_tokens"),
+        *("vllm.num_engines", "vllm.tensor_parallel_size", "logger.print_samples"),
+        "ckpt.output_dir",
+    )
+    example: ClassVar = (
+        "Qwen/Qwen2.5-0.5B-Instruct ./output/grpo --eval_dataset problems.jsonl "
+        "--input_key question --label_key answer --remote_rm_url reward.py"
+    )
     shows: ClassVar = {
         **dict.fromkeys(("actor", "critic", "ref", "algo", "eval"), ()),
         "logger": ("print_samples",),
@@ -115,6 +128,11 @@ class EvaluateConfig(PPOConfig):
     def ks(self) -> tuple[int, ...]:
         """Return the k of pass@k, without repetitions: 1 and those asked for."""
         return tuple(dict.fromkeys((1, *(self.pass_k or (self.rollout.n_samples_per_prompt,)))))
+
+    @property
+    def is_on_ray(self) -> bool:
+        """Return False if everything runs in the process of the command."""
+        return self.vllm.num_engines > 1
 
     @property
     def has_policy_ranks(self) -> bool:

@@ -37,8 +37,7 @@ def help_text(
     leaves = list(walk(config_class))
     if not words and config_class.essentials:
         return _short_text(config_class, name, leaves, width=width)
-    operands = f" {config_class.operands.upper()}" if config_class.operands else ""
-    parser = _parser(name + operands, f"{config_class.__doc__}\n\n{NOTES}", width=width)
+    parser = _parser(config_class, name, f"{config_class.__doc__}\n\n{NOTES}", width=width)
     if words and [*words] != [ALL]:
         leaves = [leaf for leaf in leaves if _is_about(leaf, words)]
         parser.description = f"Settings of {name} about {' '.join(words)}:"
@@ -54,8 +53,8 @@ def _short_text(
     by_path, check = {leaf.path: leaf for leaf in leaves}, "openrlhf check " + name.split()[-1]
     start = config_class.example.replace(" --", " \\\n      --")
     about = f"{config_class.__doc__}\n\nStart here:\n  {name} {start}\n  {check} ...\n      "
-    about += "with the same flags: what they train, and all that is wrong with them"
-    parser = _parser(name, about, width=width)
+    about += "with the same words: what would run, and all that is wrong with it"
+    parser = _parser(config_class, name, about, width=width)
     group = parser.add_argument_group(f"the {len(config_class.essentials)} settings that matter")
     for path in config_class.essentials:
         leaf = by_path[path]
@@ -69,14 +68,17 @@ def _short_text(
         )
     parser.epilog = (
         f"{name} --help all: all {len(leaves)} settings, with their dotted names.\n"
-        f"{name} --help WORD: those with the word in their name or text, such as lora or eval."
+        f"{name} --help WORD: those with the word in their name or text, such as model."
     )
     return parser.format_help()
 
 
-def _parser(name: str, description: str, *, width: int) -> ArgumentParser:
+def _parser(
+    config_class: type[CommandConfig], name: str, description: str, *, width: int
+) -> ArgumentParser:
+    operands = f" {config_class.operands.upper()}" if config_class.operands else ""
     return ArgumentParser(
-        usage=f"{name} [-h [all|WORD]] [OPTIONS]",
+        usage=f"{name}{operands} [-h [all|WORD]] [OPTIONS]",
         description=description,
         add_help=False,
         formatter_class=partial(

@@ -32,6 +32,8 @@ from openrlhf.distributed.collectives import is_main, on_main, together
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.progress import progress
+from openrlhf.utils.stopping import NOTHING_SAVED
+from openrlhf.utils.tracking import ENDED_FILE, read_ending
 
 STATE = "state.json"
 GIB = 1024**3
@@ -238,12 +240,11 @@ class RunCheckpoints:
         """
 
         def look() -> bool:
-            finished = folders.read_json(run_dir / folders.FINISHED)
-            if is_at_end and finished == self._finish(self.resume_step):
+            if is_at_end and read_ending(run_dir) == self._finish(self.resume_step):
                 notice(f"that run had finished: its model is in {run_dir}, nothing is left to do")
                 return True
             if self.saved is not None:
-                (run_dir / folders.FINISHED).unlink(missing_ok=True)
+                (run_dir / ENDED_FILE).unlink(missing_ok=True)
             return False
 
         return on_main(look)
@@ -262,7 +263,7 @@ class RunCheckpoints:
 
     def note_finished(self, run_dir: Path, step: int) -> None:
         """Note that `run_dir` holds the model of the last step; the main rank calls."""
-        folders.write_json(run_dir / folders.FINISHED, self._finish(step))
+        folders.write_json(run_dir / ENDED_FILE, self._finish(step))
 
     def save(
         self,
@@ -329,8 +330,19 @@ class RunCheckpoints:
             return f"it could not be saved. {error}"
         if not save():
             return "it could not be saved."
-        how = "" if config.load_enable else " with --load_checkpoint"
-        return f"it was saved in {config.path}. To go on, type the same command{how}"
+        return f"it was saved in {config.path}. {self._to_go_on()}"
+
+    def how_to_go_on(self) -> str:
+        """Return what a run that ends outside of its loop has saved, and how to go on."""
+        is_used = self.config.save_steps > 0 or self.config.load_enable
+        steps = [step for step in self.store.steps() if self.store.folders(step)[0].is_dir()]
+        if not is_used or not steps:
+            return NOTHING_SAVED
+        return f"step {steps[-1]} was saved in {self.config.path}. {self._to_go_on()}"
+
+    def _to_go_on(self) -> str:
+        how = "" if self.config.load_enable else " with --load_checkpoint"
+        return f"To go on, type the same command{how}"
 
     def save_best(self, step: int, export: Callable[[Path], None]) -> bool:
         """Keep the model that `export` writes as the best so far, in place of the one before;

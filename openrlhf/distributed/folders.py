@@ -22,15 +22,15 @@ from typing import Any
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
+from openrlhf.utils.tracking import ENDED_FILE, METRICS_FILE
 
 MANIFEST = "manifest.json"
 TEMPORARY = "tmp-"
 MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side by side
 HOLDER = "running.json"
-FINISHED = "finished.json"  # in a run folder whose model is that of the last step
 
-RECORDS = ("config.yaml", "metrics.jsonl", "rollouts", "dumps")
-RECORDS += ("report.html", "curves.png", FINISHED)
+RECORDS = ("config.yaml", METRICS_FILE, "rollouts", "dumps")
+RECORDS += ("report.html", "curves.png", ENDED_FILE)
 MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
     *("adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
@@ -157,7 +157,7 @@ def set_earlier_run_aside(folder: Path, *, keeps_model: bool) -> Path | None:
     With `keeps_model` its model stays: the new run reads from it. Logs stay, for each start has
     files of its own.
     """
-    if not any((folder / name).exists() for name in ("metrics.jsonl", FINISHED)):
+    if not any((folder / name).exists() for name in (METRICS_FILE, ENDED_FILE)):
         return None
     patterns = RECORDS if keeps_model else (*RECORDS, *MODEL_FILES)
     paths = {path for pattern in patterns for path in folder.glob(pattern)}

@@ -9,23 +9,23 @@ from openrlhf.errors import first_line
 from openrlhf.report.run_folder import CONFIG_FILE, Run, read_runs
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.threads import start_thread
+from openrlhf.utils.tracking import note_error
 
 REPORT_FILE = "report.html"
 PICTURE_FILE = "curves.png"
 TIMEOUT_S = 60.0  # that the end of a run waits for its report
 
 
-def write_report(run_dirs: Sequence[Path], output_path: Path, *, ending: str = "") -> list[Run]:
-    """Write the report of runs, and their curves as a PNG beside it; return the runs.
-
-    `ending` says by which error the run ended. Raises ConfigError for a folder that is no run.
+def write_report(run_dirs: Sequence[Path], output_path: Path) -> list[Run]:
+    """Write the report of runs, and their curves as a PNG beside it; return the runs. Raise
+    ConfigError for a folder that is no run.
     """
     # Heavy, and of no use before a run ends.
     from openrlhf.report.curves import make_panels  # noqa: PLC0415
     from openrlhf.report.page import make_page  # noqa: PLC0415
     from openrlhf.report.picture import draw_curves  # noqa: PLC0415
 
-    runs = read_runs(run_dirs, ending=ending)
+    runs = read_runs(run_dirs)
     panels = make_panels(runs)
     unfinished = output_path.with_suffix(".partial")
     unfinished.write_text(make_page(runs, panels, is_served=False), encoding="utf-8")
@@ -36,18 +36,19 @@ def write_report(run_dirs: Sequence[Path], output_path: Path, *, ending: str = "
 
 @contextmanager
 def reporting(run_dir: Path) -> Iterator[None]:
-    """Write the report of the run that starts in this block, however it ends; nothing if none
-    starts.
+    """Write the report of the run that starts in this block, however it ends, and the error that
+    ended it; nothing if none starts.
     """
-    before, ending = _started(run_dir), ""
+    before = _started(run_dir)
     try:
         yield
     except BaseException as error:
-        ending = f"{type(error).__name__}: {first_line(error)}"
+        if _started(run_dir) != before:
+            note_error(run_dir, error)
         raise
     finally:
         if _started(run_dir) != before:
-            report_or_warn([run_dir], run_dir / REPORT_FILE, ending=ending)
+            report_or_warn([run_dir], run_dir / REPORT_FILE)
 
 
 def _started(run_dir: Path) -> int | None:
@@ -56,10 +57,10 @@ def _started(run_dir: Path) -> int | None:
     return file.stat().st_mtime_ns if file.exists() else None
 
 
-def report_or_warn(run_dirs: Sequence[Path], path: Path, *, ending: str = "") -> None:
+def report_or_warn(run_dirs: Sequence[Path], path: Path) -> None:
     """Write a report, or warn that there is none: an error in it is none of the runs'."""
     failures: list[BaseException] = []
-    write = partial(write_report, run_dirs, path, ending=ending)
+    write = partial(write_report, run_dirs, path)
     thread = start_thread("report", write, failures.append)
     thread.join(TIMEOUT_S)
     if failures or thread.is_alive():

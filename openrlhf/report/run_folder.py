@@ -11,7 +11,7 @@ import yaml
 
 from openrlhf.errors import ConfigError
 from openrlhf.utils.logging import format_seconds, hints, needed_history
-from openrlhf.utils.tracking import METRICS_FILE, read_metrics
+from openrlhf.utils.tracking import METRICS_FILE, read_ending, read_metrics
 
 Record = Mapping[str, float | None]  # a value that was not finite is None
 CONFIG_FILE = "config.yaml"
@@ -20,13 +20,12 @@ MODEL_SETTINGS = ("actor.model_name_or_path", "model.model_name_or_path")
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder that was read; `ending` says by which error the run ended, if that is known."""
+    """A run folder that was read."""
 
     name: str
     path: Path
     records: Sequence[Record]
     settings: Mapping[str, str]  # by dotted name
-    ending: str = ""
 
     @property
     def last_step(self) -> int:
@@ -68,16 +67,16 @@ class Run:
         return facts
 
     def _state(self) -> str:
-        if self.ending:
-            return f"ended after step {self.last_step}: {self.ending}"
-        if (self.path / "finished.json").exists():
+        if (ended := read_ending(self.path)) is not None:
+            if "error" in ended:
+                return f"ended after step {self.last_step}: {ended['error']}"
             return f"finished, step {self.last_step}"
         if self.records and all(map(_is_evaluation, self.records)):
             return f"evaluation, step {self.last_step}"
         return f"at step {self.last_step}, not finished"
 
 
-def read_runs(paths: Sequence[Path], *, ending: str = "") -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read run folders; raise ConfigError with a line for each that is none."""
     wrong = [
         f"{path} is no run folder: it has no {METRICS_FILE}. Type a folder that a run wrote, the "
@@ -89,7 +88,7 @@ def read_runs(paths: Sequence[Path], *, ending: str = "") -> list[Run]:
         raise ConfigError(wrong)
     paths = list({path.resolve(): path for path in paths}.values())
     return [
-        Run(name, path, _records(path), _settings(path), ending)
+        Run(name, path, _records(path), _settings(path))
         for name, path in zip(short_names(paths), paths, strict=True)
     ]
 

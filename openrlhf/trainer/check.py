@@ -1,4 +1,4 @@
-"""`openrlhf check`: all that a training run finds out before it computes; nothing is computed.
+"""`openrlhf check`: all that a run finds out before it computes; nothing is computed.
 
 The checks are those of the run itself. Then it says what would be trained: batches, who runs where,
 memory and disk, two rows as the model reads them, and two through the reward.
@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import torch
 
-from openrlhf.config.base import Caution, with_value
-from openrlhf.config.common import OptimizerConfig, RunConfig
+from openrlhf.config.base import with_value
+from openrlhf.config.common import RunConfig
+from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.local_paths import named_things
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, RMConfig, SupervisedConfig
@@ -35,7 +36,6 @@ from openrlhf.trainer.check_memory import (
     PROCESS,
     Model,
     Shape,
-    Share,
     cache_bytes_per_token,
     facts_of,
     in_words,
@@ -44,6 +44,7 @@ from openrlhf.trainer.check_memory import (
     share_of,
 )
 from openrlhf.trainer.check_rows import say_rows, try_rewards
+from openrlhf.trainer.ppo_evaluate import evaluated_runs
 from openrlhf.trainer.ppo_run import banner_sections, worker_classes
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
@@ -65,15 +66,22 @@ from openrlhf.trainer.ray.placement import (
 )
 from openrlhf.trainer.supervised_run import Recipe
 from openrlhf.utils.gpus import visible_gpus
-from openrlhf.utils.logging import notice, print_banner, say_notices
+from openrlhf.utils.logging import notice, print_banner, warn
 
 REWARD_S = 30.0  # for the rewards of two rows
-# What to type where memory is short.
-LESS = (
-    "--zero_stage 3, --adam_offload, --lora_rank 16 or a smaller --vllm_gpu_memory_utilization, or "
-    "give it more ranks"
-)
-LESS_WORK = "a smaller --micro_train_batch_size, or --gradient_checkpointing"
+TRAINED = "model"  # the role of the trained model of a supervised run
+# What to type where weights and states do not fit, and where a micro-batch may not.
+LESS = {
+    True: (
+        "--zero_stage 3, --adam_offload, --lora_rank 16 or a smaller "
+        "--vllm_gpu_memory_utilization, or give it more ranks",
+        "a smaller --micro_train_batch_size, or --gradient_checkpointing",
+    ),
+    False: (
+        "--bf16, --load_in_4bit or a smaller --vllm_gpu_memory_utilization",
+        "a smaller --micro_rollout_batch_size",
+    ),
+}
 
 
 def check_supervised(recipe: Recipe, config: SupervisedConfig, said: Sequence[str]) -> None:
@@ -86,26 +94,22 @@ def check_supervised(recipe: Recipe, config: SupervisedConfig, said: Sequence[st
     with gathering(config, said) as gathered:
         gathered.attempt(partial(DeepSpeedStrategy.of, config))
         inputs = gathered.attempt(partial(supervised_run.prepare_inputs, recipe, config))
+        has_gpus, num_ranks = torch.cuda.is_available(), topology.world_size
+        models = _supervised_models(recipe, config, inputs, num_ranks)
+        plan = Plan(config, models, gathered, has_gpus=has_gpus)
         if inputs is not None:
             supervised_run.say_inputs(recipe, config, inputs)
             _check_saved(config, inputs.samples, gathered)
-        models = _supervised_models(recipe, config, inputs, topology.world_size)
-        has_gpus = torch.cuda.is_available()
-        shapes = _shapes(config, models, gathered, has_gpus=has_gpus)
-        if (shape := shapes.get("model")) is not None:
-            facts = facts_of(shape, models["model"], config.ds)
-            gathered.attempt(partial(training_config, config.ds, config, facts))
-            if inputs is not None:
+            if (shape := plan.shapes.get(TRAINED)) is not None:
                 sections = supervised_run.banner_sections(
                     config,
                     inputs,
                     list(shape.module.parameters()),
-                    stage=effective_stage(config.ds, facts),
-                    ranks=f"{topology.world_size} on {'cuda' if has_gpus else 'cpu'}",
+                    stage=effective_stage(config.ds, facts_of(shape, models[TRAINED], config.ds)),
+                    ranks=f"{num_ranks} on {'cuda' if has_gpus else 'cpu'}",
                 )
                 print_banner(sections)
-            _check_memory(config, models, shapes, gathered, has_gpus=has_gpus)
-            _check_disk(config, shape, [shape], gathered)
+        plan.check()
         if inputs is not None:
             say_rows(inputs.samples, inputs.tokenizer)
 
@@ -115,31 +119,33 @@ def check_ppo_ray(config: PPOConfig, said: Sequence[str]) -> None:
     machine.
     """
     with gathering(config, said) as gathered:
-        view = gathered.attempt(_view_of_run)
-        if view is not None:
-            gathered.attempt(partial(check_here, config.ds, is_cuda=view.has_gpus or None))
-        demands = view and gathered.attempt(partial(_placed, config, view))
-        _check_ppo(config, gathered, view, demands, has_engines=config.vllm.num_engines != 0)
+        _check_rl(config, gathered, on_ray=True)
 
 
 def check_ppo_local(config: PPOConfig, said: Sequence[str]) -> None:
     """Check an RL run in this process, as `check_supervised` does."""
     with gathering(config, said) as gathered:
         gathered.attempt(partial(check_runs_without_ray, config))
-        gathered.attempt(partial(check_here, config.ds))
-        demands = local_demands(config, worker_classes(config))
-        _check_ppo(config, gathered, None, demands, has_engines=bool(config.vllm.num_engines))
+        _check_rl(config, gathered, on_ray=False)
 
 
-def _check_ppo(
-    config: PPOConfig,
-    gathered: Gathered,
-    view: ClusterView | None,
-    demands: Sequence[RoleDemand] | None,
-    *,
-    has_engines: bool,
-) -> None:
+def check_evaluation(config: EvaluateConfig, said: Sequence[str]) -> None:
+    """Check the evaluation of every model that is named, as `check_supervised` does."""
+    with gathering(config, said) as gathered:
+        for run in evaluated_runs(config, gathered):
+            _check_rl(run, gathered, on_ray=run.is_on_ray)
+
+
+def _check_rl(config: PPOConfig, gathered: Gathered, *, on_ray: bool) -> None:
+    view, demands = None, local_demands(config, worker_classes(config))
+    if on_ray:
+        view = gathered.attempt(_view_of_run)
+        demands = (view and gathered.attempt(partial(_placed, config, view))) or []
     has_gpus = torch.cuda.is_available() if view is None else view.has_gpus
+    is_cuda = None if view is None else has_gpus or None
+    gathered.attempt(partial(check_here, config.ds, trains=config.trains, is_cuda=is_cuda))
+    engines = config.vllm.num_engines
+    has_engines = engines != 0 if on_ray else bool(engines)
     with tempfile.TemporaryDirectory() as folder:  # for what the reward function prints
         trial = with_value(config, "ckpt.output_dir", folder)
         trial = with_value(trial, "reward.timeout_s", min(config.reward.timeout_s, REWARD_S))
@@ -149,42 +155,29 @@ def _check_ppo(
             if inputs is not None:
                 say_padded(config, named_models(config))
                 _check_saved(config, inputs.prompts, gathered)
-            if demands is not None:
-                _check_models(config, inputs, gathered, view, demands, has_gpus=has_gpus)
+            models = _rl_models(config, inputs, demands)
+            plan = Plan(config, models, gathered, has_gpus=has_gpus, demands=demands)
+            if inputs is not None and demands:
+                _say_run(plan, config, inputs, view)
+            plan.check()
+            for data in (inputs.prompts, inputs.texts) if inputs else ():
+                if data is not None:
+                    say_rows(data, inputs.tokenizer)
             if inputs is not None:
-                say_rows(inputs.prompts, inputs.tokenizer)
-                if inputs.texts is not None:
-                    say_rows(inputs.texts, inputs.tokenizer)
                 gathered.problems += try_rewards(config, inputs)
 
 
-def _check_models(
-    config: PPOConfig,
-    inputs: RunInputs | None,
-    gathered: Gathered,
-    view: ClusterView | None,
-    demands: Sequence[RoleDemand],
-    *,
-    has_gpus: bool,
-) -> None:
-    models = _ppo_models(config, inputs, demands)
-    shapes = _shapes(config, models, gathered, has_gpus=has_gpus)
-    if (policy := shapes.get("actor")) is None:
-        return
-    trained = {role: shapes[role] for role in TRAINED_ROLES if role in shapes}
-    optims: dict[str, OptimizerConfig] = {"actor": config.actor, "critic": config.critic}
-    for role, shape in trained.items():
-        facts = facts_of(shape, models[role], config.ds)
-        gathered.attempt(partial(training_config, config.ds, optims[role], facts))
-    if inputs is not None:
-        cluster = Cluster(demands, view, policy.dtype, {}, ())
-        sizes = {role: shape.num_parameters for role, shape in shapes.items()}
-        num_prompts = len(inputs.prompts)
+def _say_run(plan: "Plan", config: PPOConfig, inputs: RunInputs, view: ClusterView | None) -> None:
+    """Say what would be trained or evaluated, and where."""
+    num_prompts, num_samples = len(inputs.prompts), inputs.sampling.num_samples
+    if not config.trains:
+        notice(f"\n{config.policy_path}: {num_prompts} prompts x {num_samples} samples")
+    elif (policy := plan.shapes.get("actor")) is not None:
+        cluster = Cluster(plan.demands, view, policy.dtype, {}, ())
+        sizes = {role: shape.num_parameters for role, shape in plan.shapes.items()}
         print_banner(banner_sections(config, inputs.updates, cluster, sizes, num_prompts))
-    if view is not None and has_gpus:
-        notice(f"placement\n{demand_table(demands, view)}")
-    _check_memory(config, models, shapes, gathered, has_gpus=has_gpus, demands=demands)
-    _check_disk(config, policy, list(trained.values()), gathered)
+    if view is not None and view.has_gpus:
+        notice(f"placement\n{demand_table(plan.demands, view)}")
 
 
 @contextmanager
@@ -194,9 +187,10 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
     """
     gathered = Gathered()
     gathered.problems += said
-    for place, flag in ((config.ckpt.output_dir, "--save_path"), (config.ckpt.path, "--ckpt_path")):
-        is_used = flag == "--save_path" or config.ckpt.uses_root
-        if is_used and os.path.isdir(place) and os.access(place, os.W_OK):
+    places = {"--save_path": config.ckpt.output_dir}
+    places |= {"--ckpt_path": config.ckpt.path} if config.ckpt.uses_root else {}
+    for flag, place in places.items():
+        if os.path.isdir(place) and os.access(place, os.W_OK):
             gathered.attempt(partial(_check_is_free, Path(place), flag))
     yield gathered
     missing = [
@@ -243,7 +237,7 @@ def _placed(config: PPOConfig, view: ClusterView) -> list[RoleDemand]:
 def _supervised_models(
     recipe: Recipe, config: SupervisedConfig, inputs: Inputs | None, num_ranks: int
 ) -> dict[str, Model]:
-    """Return the models of a run, the trained one as "model"."""
+    """Return the models of a run, the trained one as TRAINED."""
     path, train = config.model.model_name_or_path or "", config.train
     num_tokens = train.micro_batch_size * config.data.max_len
     if inputs is not None:  # the longest rows that can meet
@@ -263,10 +257,10 @@ def _supervised_models(
     recomputes, scores = config.model.gradient_checkpointing_enable, isinstance(config, RMConfig)
     trained = Model(path, trains=True, scores=scores, recomputes=recomputes, **size)
     frozen = {f"frozen {name}": Model(name, offload=offload, **size) for name in others}
-    return {"model": trained, **frozen}
+    return {TRAINED: trained, **frozen}
 
 
-def _ppo_models(
+def _rl_models(
     config: PPOConfig, inputs: RunInputs | None, demands: Sequence[RoleDemand]
 ) -> dict[str, Model]:
     """Return the models of a run by role."""
@@ -278,7 +272,8 @@ def _ppo_models(
     num_trained = train.token_budget or train.micro_batch_size * length
     rewards, models = reward_roles(config), dict[str, Model]()
     for demand in demands:
-        role, trains = demand.role, demand.role in TRAINED_ROLES
+        role = demand.role
+        is_trainable, trains = role in TRAINED_ROLES, config.trains and role in TRAINED_ROLES
         if role == "vllm":
             continue
         path = {"critic": config.critic_source, **rewards}.get(role) or config.policy_path
@@ -288,7 +283,7 @@ def _ppo_models(
             trains=trains,
             scores=role == "critic" or role in rewards,
             recomputes=trains and section.gradient_checkpointing_enable,
-            offload=not trains and section.offload,
+            offload=not is_trainable and section.offload,
             num_ranks=demand.num_ranks,
             num_tokens=num_trained if trains else num_asked,
             pool=demand.pool,
@@ -296,143 +291,136 @@ def _ppo_models(
     return models
 
 
-def _shapes(
-    config: SupervisedConfig | PPOConfig,
-    models: Mapping[str, Model],
-    gathered: Gathered,
-    *,
-    has_gpus: bool,
-) -> dict[str, Shape]:
-    """Return the models whose sizes can be known; say which cannot."""
-    shapes = {}
-    for role, model in models.items():
+class Plan:
+    """The models of a run without their weights, and what they take of memory and disk."""
+
+    def __init__(
+        self,
+        config: SupervisedConfig | PPOConfig,
+        models: Mapping[str, Model],
+        gathered: Gathered,
+        *,
+        has_gpus: bool,
+        demands: Sequence[RoleDemand] = (),
+    ) -> None:
+        self.config, self.gathered, self.has_gpus = config, gathered, has_gpus
+        self.models, self.demands = models, demands
+        found = {role: self.shape(model) for role, model in models.items()}
+        self.shapes = {role: shape for role, shape in found.items() if shape is not None}
+        self.trained = {role: s for role, s in self.shapes.items() if models[role].trains}
+
+    def shape(self, model: Model) -> Shape | None:
+        """Return a model whose size can be known, or None and say why."""
+        make = partial(shape_of, model, self.config, self.config.ds, is_cuda=self.has_gpus)
         try:
-            make = partial(shape_of, model, config, config.ds, is_cuda=has_gpus)
-            if (shape := gathered.attempt(make)) is not None:
-                shapes[role] = shape
+            return self.gathered.attempt(make)
         except ValueError as error:  # of code that comes with weights
             notice(f"the memory of {model.path} is not known: {error}")
-    return shapes
+        return None
 
+    def check(self) -> None:
+        """Say what the run takes of each device and of the disk; note what cannot fit, and what
+        DeepSpeed refuses.
+        """
+        config: Any = self.config
+        for role, shape in self.trained.items():
+            section = config if role == TRAINED else getattr(config, role)
+            facts = facts_of(shape, self.models[role], config.ds)
+            self.gathered.attempt(partial(training_config, config.ds, section, facts))
+        self.check_memory()
+        if exported := self.trained.get(TRAINED) or self.trained.get("actor"):
+            self.check_disk(exported)
 
-def _check_memory(
-    config: SupervisedConfig | PPOConfig,
-    models: Mapping[str, Model],
-    shapes: Mapping[str, Shape],
-    gathered: Gathered,
-    *,
-    has_gpus: bool,
-    demands: Sequence[RoleDemand] = (),
-) -> None:
-    """Say what models and engines take of each device; note what cannot fit."""
-    shares = {role: share_of(shape, models[role], config.ds) for role, shape in shapes.items()}
-    lines = {role: _share_text(share, models[role]) for role, share in shares.items()}
-    have = _device_bytes(has_gpus=has_gpus)
-    engine = _engine_bytes(config, shapes, demands, have, has_gpus=has_gpus)
-    if engine:
-        lines["vllm"] = f"{in_words(engine)} weights and cache"
-    elif any(demand.role == "vllm" for demand in demands) and isinstance(config, PPOConfig):
-        lines["vllm"] = f"{config.vllm.gpu_memory_utilization:.0%} of its GPU"
-    pools: dict[str, list[str]] = {}
-    for role in shares:
-        pools.setdefault(models[role].pool if has_gpus else "", []).append(role)
-    engine_pool = next((demand.pool for demand in demands if demand.role == "vllm"), "")
-    for pool, roles in pools.items():
-        counts = [1 if has_gpus else models[role].num_ranks for role in roles]
-        parts = [shares[role].times(n) for role, n in zip(roles, counts, strict=True)]
-        is_here = not has_gpus or pool == engine_pool
-        sleeps = has_gpus and isinstance(config, PPOConfig)
-        certain, peak = peaks_of(
-            parts,
-            engine=engine if is_here else 0.0,
-            engine_sleeps=sleeps and config.vllm.enable_sleep and config.engines_share_devices,
-            states_sleep=sleeps and config.ds.enable_sleep,
+    def check_memory(self) -> None:
+        """Say what models and engines take of each device; note what cannot fit."""
+        config, models = self.config, self.models
+        have, lines, pools = self.device_bytes(), dict[str, str](), dict[str, list[str]]()
+        shares = {role: share_of(s, models[role], config.ds) for role, s in self.shapes.items()}
+        for role, share in shares.items():
+            lines[role] = share.in_words(models[role])
+            pools.setdefault(models[role].pool if self.has_gpus else "", []).append(role)
+        engine, sleeps = 0.0, False
+        engines = [demand for demand in self.demands if demand.role == "vllm"]
+        if engines and isinstance(config, PPOConfig):
+            engine = self.engine_bytes(config, engines[0].num_ranks, have)
+            sleeps = config.vllm.enable_sleep and config.engines_share_devices
+        if engine:
+            lines["vllm"] = f"{in_words(engine)} weights and cache"
+            pools.setdefault(engines[0].pool if self.has_gpus else "", [])
+        elif engines and self.has_gpus and isinstance(config, PPOConfig):
+            lines["vllm"] = f"{config.vllm.gpu_memory_utilization:.0%} of its GPU"
+        for pool, roles in pools.items():
+            counts = [1 if self.has_gpus else models[role].num_ranks for role in roles]
+            has_engine = not self.has_gpus or any(demand.pool == pool for demand in engines)
+            certain, peak = peaks_of(
+                [shares[role].times(n) for role, n in zip(roles, counts, strict=True)],
+                engine=engine if has_engine else 0.0,
+                engine_sleeps=self.has_gpus and sleeps,
+                states_sleep=self.has_gpus and config.ds.enable_sleep,
+            )
+            peak += PROCESS * sum(counts)
+            place = "this machine" if not self.has_gpus else f"a GPU of {pool}" if pool else "a GPU"
+            lines[place] = f"{in_words(peak)} at most"
+            if have is not None:
+                lines[place] += f"; {in_words(have)} are there"
+                self.gathered.attempt(partial(self.judge, place, certain, peak, have))
+        if lines:
+            print_banner({"memory of each rank, about": lines})
+
+    def judge(self, place: str, certain: float, peak: float, have: float) -> None:
+        """Raise ConfigError if weights and states cannot fit; warn if micro-batches may not."""
+        less, less_work = LESS[bool(self.trained)]
+        if certain > have:
+            raise ConfigError(
+                f"memory of {place}: {in_words(certain)} of weights, optimizer states and engines "
+                f"do not fit into {in_words(have)}. Type {less}."
+            )
+        if peak > have:
+            warn(f"memory of {place}: about {in_words(peak)} of {in_words(have)}. Type {less_work}")
+
+    def device_bytes(self) -> float | None:
+        """Return the memory of a device; None for GPUs of other machines."""
+        if not self.has_gpus:
+            return float(psutil.virtual_memory().available)
+        is_here = torch.cuda.is_available()
+        return float(torch.cuda.get_device_properties(0).total_memory) if is_here else None
+
+    def engine_bytes(self, config: PPOConfig, num_engines: int, have: float | None) -> float:
+        """Return what an engine takes of its GPU, or all engines of this machine's memory; 0 if
+        that is not known.
+        """
+        if self.has_gpus:
+            return config.vllm.gpu_memory_utilization * (have or 0.0)
+        policy = self.shapes.get("actor") or self.shape(Model(config.policy_path))
+        if policy is None:
+            return 0.0
+        cache = cache_bytes(
+            cache_bytes_per_token(policy),
+            max_len=config.data.max_len
+            or config.data.prompt_max_len + config.rollout.max_new_tokens,
+            num_seqs=MAX_NUM_SEQS,
         )
-        num_processes = sum(counts) if isinstance(config, PPOConfig) else max(counts)
-        peak += PROCESS * num_processes
-        place = "this machine" if not has_gpus else f"a GPU of {pool}" if pool else "a GPU"
-        lines[place] = f"{in_words(peak)} at most, with {num_processes} process(es)"
-        if have is not None:
-            lines[place] += f"; {in_words(have)} are there"
-            gathered.attempt(partial(_judge, place, certain, peak, have))
-    print_banner({"memory of each rank, about": lines})
+        return num_engines * (policy.num_parameters * policy.dtype.itemsize + cache)
 
-
-def _judge(place: str, certain: float, peak: float, have: float) -> None:
-    """Raise ConfigError if weights and states cannot fit; warn if micro-batches may not."""
-    if certain > have:
-        raise ConfigError(
-            f"memory of {place}: {in_words(certain)} of weights, optimizer states and engines do "
-            f"not fit into {in_words(have)}. Type {LESS}."
-        )
-    if peak > have:
-        told = f"memory of {place}: about {in_words(peak)} of {in_words(have)}. Type {LESS_WORK}"
-        say_notices([Caution(told)])
-
-
-def _share_text(share: Share, model: Model) -> str:
-    parts = {
-        "weights": share.weights,
-        "gradients and optimizer": share.states,
-        f"micro-batch of {model.num_tokens:,} tokens": share.work,
-        "offloaded": share.host,
-    }
-    told = " + ".join(f"{in_words(size)} {what}" for what, size in parts.items() if size)
-    return f"{told}, on each of {model.num_ranks} ranks" if model.num_ranks > 1 else told
-
-
-def _device_bytes(*, has_gpus: bool) -> float | None:
-    """Return the memory of a device; None for GPUs of other machines."""
-    if not has_gpus:
-        return float(psutil.virtual_memory().available)
-    is_here = torch.cuda.is_available()
-    return float(torch.cuda.get_device_properties(0).total_memory) if is_here else None
-
-
-def _engine_bytes(
-    config: SupervisedConfig | PPOConfig,
-    shapes: Mapping[str, Shape],
-    demands: Sequence[RoleDemand],
-    have: float | None,
-    *,
-    has_gpus: bool,
-) -> float:
-    """Return what an engine takes of its GPU, or all engines of this machine's memory."""
-    num_engines = sum(demand.num_ranks for demand in demands if demand.role == "vllm")
-    if not num_engines or not isinstance(config, PPOConfig):
-        return 0.0
-    if has_gpus:
-        return config.vllm.gpu_memory_utilization * (have or 0.0)
-    policy, data = shapes["actor"], config.data
-    cache = cache_bytes(
-        cache_bytes_per_token(policy),
-        max_len=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
-        num_seqs=MAX_NUM_SEQS,
-    )
-    return num_engines * (policy.num_parameters * policy.dtype.itemsize + cache)
-
-
-def _check_disk(
-    config: SupervisedConfig | PPOConfig,
-    exported: Shape,
-    trained: Sequence[Shape],
-    gathered: Gathered,
-) -> None:
-    """Say what is written and where; note a model that has no room."""
-    ckpt, has_average = config.ckpt, isinstance(config, PPOConfig) and config.train.enable_ema
-    folder = Path(ckpt.output_dir)
-    num_copies = 2 if has_average else 1
-    gathered.attempt(partial(check_room, exported.module, folder, num_copies=num_copies))
-    size = num_copies * exported.num_trained * exported.dtype.itemsize
-    lines = {"model": f"{in_words(size)} in {folder}; {in_words(free_bytes(folder))} are free"}
-    if ckpt.save_steps > 0:
-        states = 0 if ckpt.disable_ds else sum(3 * 4 * shape.num_trained for shape in trained)
-        each = states + (size if ckpt.save_hf else 0)
-        free, count = free_bytes(Path(ckpt.path)), ckpt.max_num + 1  # a new one beside the old
-        told = f"{ckpt.max_num} of {in_words(each)} in {ckpt.path}; {in_words(free)} are free"
-        lines["checkpoints"] = told
-        if count * each > free:
-            need = f"--ckpt_path {ckpt.path}: {count} checkpoints take {in_words(count * each)}"
-            remedy = "Type a smaller --max_ckpt_num, or make room"
-            say_notices([Caution(f"{need}, and {in_words(free)} are free. {remedy}")])
-    print_banner({"disk": lines})
+    def check_disk(self, exported: Shape) -> None:
+        """Say what is written and where; note a model that has no room."""
+        config, ckpt = self.config, self.config.ckpt
+        num_copies = 2 if isinstance(config, PPOConfig) and config.train.enable_ema else 1
+        folder = Path(ckpt.output_dir)
+        self.gathered.attempt(partial(check_room, exported.module, folder, num_copies=num_copies))
+        size = num_copies * exported.num_trained * exported.dtype.itemsize
+        lines = {"model": f"{in_words(size)} in {folder}; {in_words(free_bytes(folder))} are free"}
+        if ckpt.save_steps > 0:
+            states = sum(3 * 4 * shape.num_trained for shape in self.trained.values())
+            each = (0 if ckpt.disable_ds else states) + (size if ckpt.save_hf else 0)
+            free, need = (
+                free_bytes(Path(ckpt.path)),
+                (ckpt.max_num + 1) * each,
+            )  # one more at a time
+            told = f"{ckpt.max_num} of {in_words(each)} in {ckpt.path}; {in_words(free)} are free"
+            lines["checkpoints"] = told
+            if need > free:
+                told = f"--ckpt_path {ckpt.path}: {ckpt.max_num + 1} checkpoints take "
+                told += f"{in_words(need)}, and {in_words(free)} are free. Type a smaller "
+                warn(f"{told}--max_ckpt_num, or make room")
+        print_banner({"disk": lines})

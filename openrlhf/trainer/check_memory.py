@@ -87,6 +87,17 @@ class Share:
             *(number * value for value in (self.weights, self.states, self.work, self.host))
         )
 
+    def in_words(self, model: Model) -> str:
+        """Return what a rank of a model takes as people read it."""
+        parts = {
+            "weights": self.weights,
+            "gradients and optimizer": self.states,
+            f"micro-batch of {model.num_tokens:,} tokens": self.work,
+            "offloaded": self.host,
+        }
+        told = " + ".join(f"{in_words(size)} {what}" for what, size in parts.items() if size)
+        return f"{told}, on each of {model.num_ranks} ranks" if model.num_ranks > 1 else told
+
 
 def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cuda: bool) -> Shape:
     """Return a model without weights, with its adapter if it trains with one."""

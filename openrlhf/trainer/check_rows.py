@@ -10,7 +10,6 @@ from itertools import groupby
 
 import rich.text
 
-from openrlhf.config.base import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.engines.base import Completion, GenerationRequest
@@ -19,13 +18,13 @@ from openrlhf.rollout.engine_pool import EnginePool
 from openrlhf.rollout.rollout import RolloutRequest
 from openrlhf.rollout.scoring import SourceScorer
 from openrlhf.trainer.ppo_setup import RunInputs
-from openrlhf.utils.logging import is_terminal, make_console, notice, say_notices
+from openrlhf.utils.logging import is_terminal, make_console, notice, warn
 from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.samples import shortened
 from openrlhf.utils.tokenizer import Tokenizer
 
 NUM_ROWS = 2
 NUM_COMPARED = 100  # rows among which a label of another kind is looked for
-MAX_CHARS = 800  # of a part of a row, the middle of which is left out beyond
 WITHOUT_LABEL = ("yes", "no")  # responses to rows without a label
 LEARNT = "bold green"
 MARKS = ("«", "»")  # around what is learnt, where there are no colours
@@ -49,17 +48,10 @@ def shown(
     """Return the text of tokens, its targets in colour, or else between MARKS."""
     text, marks = rich.text.Text(), ("", "") if is_coloured else MARKS
     for is_target, pairs in groupby(zip(ids, targets, strict=True), key=lambda pair: pair[1]):
-        part = tokenizer.decode([token for token, _ in pairs], skip_special_tokens=False)
-        part = shortened(part)
+        ids = [token for token, _ in pairs]
+        part = shortened(tokenizer.decode(ids, skip_special_tokens=False))
         text.append(marks[0] + part + marks[1] if is_target else part, LEARNT if is_target else "")
     return text
-
-
-def shortened(text: str) -> str:
-    """Return a text without its middle if it is long."""
-    half = MAX_CHARS // 2
-    left_out = len(text) - 2 * half
-    return text if left_out <= 0 else f"{text[:half]} […{left_out:,} characters…] {text[-half:]}"
 
 
 def try_rewards(config: PPOConfig, inputs: RunInputs) -> list[str]:
@@ -91,7 +83,7 @@ def try_rewards(config: PPOConfig, inputs: RunInputs) -> list[str]:
     if same and not problems:
         told = f"the reward of a row's own label is that of another row's: {'; '.join(same)}. Look "
         told += "at what the function compares, the form that it reads, such as \\boxed{}, and at "
-        say_notices([Caution(f"{told}--label_key")])
+        warn(f"{told}--label_key")
     return problems
 
 

@@ -24,13 +24,17 @@ from openrlhf.report.report import REPORT_FILE, report_or_warn
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
-from openrlhf.trainer.ppo_run import rollouts_of
+from openrlhf.trainer.ppo_run import rollouts_of, worker_classes
 from openrlhf.trainer.ppo_setup import RunInputs, named_models, open_reward_source, prepare_inputs
-from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics, results_table
+from openrlhf.trainer.ppo_utils.evaluation import (
+    Estimate,
+    estimates_of,
+    evaluation_metrics,
+    results_table,
+)
 from openrlhf.trainer.ray.cluster import DevicePhases, local_cluster, ray_cluster
 from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.placement import reward_roles
-from openrlhf.trainer.ray.scorers import FrozenPolicyActor, RewardModelActor
 from openrlhf.utils.logging import Values, notice, redirect_framework_logs
 from openrlhf.utils.progress import progress
 from openrlhf.utils.samples import show_samples
@@ -41,12 +45,17 @@ ALL = "all"  # the data source of all samples, where there are several
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metrics of one evaluated model."""
+    """What was measured of one model.
+
+    Example: evaluation.estimates["default"]["pass@1"].interval
+    """
 
     name: str  # as it was typed
-    run_dir: Path  # with its samples and metrics
+    run_dir: Path  # with its metrics
+    samples_path: Path | None  # parquet; None where the disk was full
     metrics: Values
     num_prompts: Mapping[str, int]  # by data source
+    estimates: Mapping[str, Mapping[str, Estimate]]  # by data source and title, such as `pass@1`
 
 
 def run_evaluation(
@@ -56,13 +65,9 @@ def run_evaluation(
 
     A program may bring the rewards that the config does not name a source of.
     """
-    output = Path(config.ckpt.output_dir)
-    runs = _runs(config, output)
-    if any((Path(run.ckpt.output_dir) / METRICS_FILE).exists() for run in runs):
-        raise ConfigError(
-            f"--save_path {output} holds the records of a run. Type another folder, or leave "
-            "--save_path out."
-        )
+    output, gathered = Path(config.ckpt.output_dir), Gathered()
+    runs = evaluated_runs(config, gathered)
+    gathered.raise_if_any()
     source = reward_source or open_reward_source(config, log_dir=output / "logs")
     with closing(source) if source else nullcontext(), holding(output, "--save_path"):
         redirect_framework_logs(output, "driver")
@@ -72,25 +77,36 @@ def run_evaluation(
             _evaluate(name, run, inputs)
             for name, run, inputs in zip(config.model_names, runs, prepared, strict=True)
         ]
-    table = [(result.name, result.num_prompts, result.metrics) for result in results]
-    notice(results_table(table, config.ks))
+    notice(
+        results_table(
+            (result.name, source, result.num_prompts[source], estimates)
+            for result in results
+            for source, estimates in result.estimates.items()
+        )
+    )
     notice("in brackets: 95 % intervals of means over prompts (normal, errors clustered by prompt)")
     notice(f"samples and metrics: {output}")
     report_or_warn([result.run_dir for result in results], output / REPORT_FILE)
     return results
 
 
-def _runs(config: EvaluateConfig, output: Path) -> list[EvaluateConfig]:
-    """Return the config of every model: one has the output folder, several have folders in it."""
-    gathered, names = Gathered(), config.model_names
-    models = [gathered.attempt(partial(find_model, name)) for name in names]
-    gathered.raise_if_any()
-    folders = [output / word for word in last_words(names)]
-    runs = []
-    for model, folder in zip(models, folders if len(names) > 1 else [output], strict=True):
-        run = with_value(config, "models", model)
-        run = with_value(run, "actor.model_name_or_path", model)
-        runs.append(with_value(run, "ckpt.output_dir", str(folder)))
+def evaluated_runs(config: EvaluateConfig, gathered: Gathered) -> list[EvaluateConfig]:
+    """Return the config of every model: one has the output folder, several have folders in it.
+    Note models that are not there, and a folder with records.
+    """
+    output, names, runs = Path(config.ckpt.output_dir), config.model_names, []
+    folders = [output / word for word in last_words(names)] if len(names) > 1 else [output]
+    for name, folder in zip(names, folders, strict=True):
+        model = gathered.attempt(partial(find_model, name))
+        if (folder / METRICS_FILE).exists():
+            gathered.problems.append(
+                f"--save_path {output} holds the records of a run. Type another folder, or leave "
+                "--save_path out."
+            )
+        if model is not None:
+            run = with_value(config, "models", model)
+            run = with_value(run, "actor.model_name_or_path", model)
+            runs.append(with_value(run, "ckpt.output_dir", str(folder)))
     return runs
 
 
@@ -136,23 +152,19 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
     save_resolved(config, inputs.run_dir / "config.yaml")
     Tracker(inputs.run_dir).log(0, metrics)
     prompts = dict.fromkeys((rollout.datasource, rollout.row_id) for rollout in rollouts)
-    return Evaluation(name, inputs.run_dir, metrics, Counter(source for source, _ in prompts))
+    counts = Counter(source for source, _ in prompts)
+    estimates = {source: estimates_of(metrics, source, config.ks) for source in counts}
+    return Evaluation(name, inputs.run_dir, file, metrics, counts, estimates)
 
 
 def _samples(config: EvaluateConfig, inputs: RunInputs) -> SampleBatch:
     """Start the model, and what scores its samples, and return them."""
-    on_ray = config.vllm.num_engines > 1
-    if not on_ray:
+    if not config.is_on_ray:
         check_here(config.ds, trains=False)
     say_padded(config, named_models(config))
-    rewards = reward_roles(config)
-    models: dict[str, type] = dict.fromkeys(rewards, RewardModelActor)
-    if config.has_policy_ranks:
-        models["actor"] = FrozenPolicyActor
-    open_cluster = ray_cluster if on_ray else local_cluster
-    with open_cluster(
-        config, models, run_dir=str(inputs.run_dir.resolve()), resume_step=0
-    ) as cluster:
+    rewards, run_dir = reward_roles(config), str(inputs.run_dir.resolve())
+    open_cluster = ray_cluster if config.is_on_ray else local_cluster
+    with open_cluster(config, worker_classes(config), run_dir=run_dir, resume_step=0) as cluster:
         for role, group in cluster.groups.items():
             with progress(f"loading {role}"):
                 paths = [path for other, path in rewards.items() if other == role]

@@ -39,7 +39,12 @@ from openrlhf.trainer.ray.cluster import Cluster, DevicePhases, local_cluster, r
 from openrlhf.trainer.ray.model_actor import ModelWorker, TrainedWorker
 from openrlhf.trainer.ray.placement import TRAINED_ROLES, pools_of, reward_roles
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from openrlhf.trainer.ray.scorers import CriticModelActor, ReferenceModelActor, RewardModelActor
+from openrlhf.trainer.ray.scorers import (
+    CriticModelActor,
+    FrozenPolicyActor,
+    ReferenceModelActor,
+    RewardModelActor,
+)
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import format_count, print_banner, redirect_framework_logs
 from openrlhf.utils.outcome import say_saved
@@ -97,12 +102,15 @@ def _open_and_run(
             if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
                 return
             say_padded(config, named_models(config))
-            with open_cluster(
-                config,
-                worker_classes(config),
-                run_dir=str(inputs.run_dir.resolve()),
-                resume_step=opened.resume_step or 0,
-            ) as cluster:
+            with (
+                stopping.telling(opened.how_to_go_on),
+                open_cluster(
+                    config,
+                    worker_classes(config),
+                    run_dir=str(inputs.run_dir.resolve()),
+                    resume_step=opened.resume_step or 0,
+                ) as cluster,
+            ):
                 make = make_trainer or trainer_class(config)
                 trainer = _run(config, inputs, cluster, opened, make)
         trainer.say_evaluations()  # a policy that got worse is the last line
@@ -164,7 +172,9 @@ def _run(
 
 def worker_classes(config: PPOConfig) -> dict[str, type]:
     """Return the class of the ranks of every role that a run has."""
-    classes: dict[str, type] = {"actor": PolicyModelActor}
+    classes: dict[str, type] = {}
+    if config.has_policy_ranks:
+        classes["actor"] = PolicyModelActor if config.trains else FrozenPolicyActor
     if config.has_reference:
         classes["ref"] = ReferenceModelActor
     classes |= dict.fromkeys(reward_roles(config), RewardModelActor)

@@ -95,8 +95,16 @@ def _run(
     if opened.is_done(run_dir, is_at_end=is_at_end):
         shut_down()
         return None
-    trainer = recipe(config, inputs, strategy)
-    trainer.callbacks = callbacks
+    with stopping.telling(opened.how_to_go_on):
+        trainer = recipe(config, inputs, strategy)
+        trainer.callbacks = callbacks
+        return _train(trainer, config, opened)
+
+
+def _train(
+    trainer: BaseTrainer[Any, Any], config: SupervisedConfig, opened: RunCheckpoints
+) -> "Checkpointer":
+    strategy, run_dir = trainer.strategy, Path(config.ckpt.output_dir)
     check_room(hf_model_of(trainer.model), run_dir)
     if strategy.is_main:
         told = config.model_dump(mode="json")
@@ -121,7 +129,7 @@ def _run(
     if strategy.is_main:
         opened.note_finished(run_dir, trainer.global_step)
         say_saved(run_dir)
-    for callback in callbacks:
+    for callback in trainer.callbacks:
         callback.on_save(trainer, trainer.global_step, run_dir)
     shut_down()
     return checkpointer

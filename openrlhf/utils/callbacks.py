@@ -20,3 +20,11 @@ class Callback:
 
     def on_save(self, trainer: Any, step: int, path: Path) -> None:
         """Called after a checkpoint, and at the end with the folder of the exported model."""
+
+
+def show_callback_alone(error: BaseException) -> None:
+    """Leave out of a traceback what led to the callback that raised, if one did."""
+    frames = error.__traceback__
+    while frames is not None and not isinstance(frames.tb_frame.f_locals.get("self"), Callback):
+        frames = frames.tb_next
+    error.__traceback__ = frames or error.__traceback__

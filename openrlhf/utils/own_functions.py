@@ -5,8 +5,8 @@ a run each is called once on a few numbers. What it raises is blamed on the line
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
 from textwrap import shorten
 from typing import Any, TypeAlias
@@ -114,16 +114,29 @@ def check_function(formula: Formula, name: str) -> None:
         with blaming(path, ConfigError):
             return function(*args, **named)
 
-    results: list[object] = []
+    seen = ""
 
     def tried(*args: object, **named: object) -> Any:
-        results.append(blamed(*args, **named))
-        return results[-1]
+        nonlocal seen
+        given = inspect.signature(formula.like).bind(*args, **named).arguments
+        trial = f"in a trial call before the run, with made-up values: {', '.join(_shapes(given))}"
+        with blaming(path, ConfigError, during=f" ({trial})"):
+            result = function(*args, **named)
+        seen = f"{shorten(repr(result), MAX_SEEN, placeholder=' ...')} {trial}"
+        return result
 
     if not formula.is_right(tried):
-        seen = shorten(repr(results[-1]), MAX_SEEN, placeholder=" ...")
         raise ConfigError(f"{name} must return {formula.returns}. It returned {seen}.")
     _loaded[name] = blamed
+
+
+def _shapes(values: Mapping[str, object]) -> Iterator[str]:
+    """Yield the name and the shape of each tensor: `rewards_B (5,)`, `pairs.sums_2B (2, 3)`."""
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            yield f"{name} {tuple(value.shape)}"
+        elif is_dataclass(value):
+            yield from _shapes({f"{name}.{part}": held for part, held in vars(value).items()})
 
 
 def find_function(formula: Formula, name: str) -> Function:

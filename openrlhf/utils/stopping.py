@@ -6,13 +6,14 @@ A second signal ends the process at once, and so does the end of the grace time.
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from openrlhf.utils.logging import warn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NOTHING_SAVED = "nothing was saved yet. Type the same command to start again"
 SAME_S = 2.0  # a launcher passes on what a terminal has sent to every process already
 
 
@@ -105,6 +106,17 @@ def leavable() -> Iterator[None]:
         yield
     finally:
         _listener.is_leavable = False
+
+
+@contextmanager
+def telling(how: Callable[[], str]) -> Iterator[None]:
+    """Let a signal that ends the block say what was saved and how to go on, as `how` returns it."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if str(error):
+            raise
+        raise Interrupted(how()) from None
 
 
 def is_overdue() -> bool:

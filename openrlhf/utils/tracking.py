@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from openrlhf.config.common import LoggerConfig, WandbConfig
 from openrlhf.errors import first_line
@@ -24,6 +24,7 @@ Record: TypeAlias = tuple[int, dict[str, float]]  # step, metrics
 Reader: TypeAlias = Callable[[Iterator[Record]], None]
 
 METRICS_FILE = "metrics.jsonl"
+ENDED_FILE = "ended.json"  # how a run ended: step and data of a finished one, else its error
 QUEUE_SIZE = 256  # log calls a sink may lag behind before it is given up
 CLOSE_TIMEOUT_S = 15.0  # for a sink to write out what is pending
 
@@ -37,6 +38,23 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
         except json.JSONDecodeError:
             continue
     return records
+
+
+def note_error(run_dir: Path, error: BaseException) -> None:
+    """Note by which error a run ended; a full disk costs the note."""
+    text = f"{type(error).__name__}: {first_line(error)}"
+    try:
+        (run_dir / ENDED_FILE).write_text(json.dumps({"error": text}))
+    except OSError as problem:
+        warn(f"{ENDED_FILE} cannot be written to {run_dir} ({problem})")
+
+
+def read_ending(run_dir: Path) -> dict[str, Any] | None:
+    """Return how a run ended, or None if it goes on, was killed, or is none."""
+    try:
+        return json.loads((run_dir / ENDED_FILE).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 class Tracker:

@@ -23,13 +23,17 @@ MAX_MESSAGE = 500  # characters of what an exception says
 
 
 @contextmanager
-def blaming(path: str | Path, error_type: type[OpenRLHFError]) -> Iterator[None]:
-    """Run a block of user code: any exception of it becomes one of ours, with its file:line."""
+def blaming(
+    path: str | Path, error_type: type[OpenRLHFError], *, during: str = ""
+) -> Iterator[None]:
+    """Run a block of user code: any exception of it becomes one of ours, with its file:line, and
+    with what was done `during` it.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
         where = user_line(path, error) or str(path)
-        blamed = error_type(f"{where}: {in_words(error)}")
+        blamed = error_type(f"{where}: {in_words(error)}{during}")
         raise blamed.in_user_code(user_traceback(path, error)) from error
 
 

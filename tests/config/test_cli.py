@@ -103,7 +103,8 @@ def test_errors_end_in_their_exit_code(capsys):
     assert fail_with(RewardError("sample 3: nan")) == 3
     assert capsys.readouterr().err == "error: sample 3: nan\n"
     assert fail_with(KeyboardInterrupt()) == 130
-    capsys.readouterr()
+    interrupted = "nothing was saved yet. Type the same command to start again"
+    assert capsys.readouterr().err == f"error: interrupted: {interrupted}\n"
     assert fail_with(ZeroDivisionError("of ours")) == 4
     assert "Traceback" in capsys.readouterr().err
 

@@ -222,7 +222,7 @@ def test_the_run_before_is_moved_aside_with_its_model_and_said(words, tmp_path, 
     assert (aside / model).read_bytes() == first != (run / model).read_bytes()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
     assert not (run / "rollouts").exists() and (aside / "rollouts").is_dir()
-    assert (run / "notes.txt").exists() and (run / "finished.json").exists()
+    assert (run / "notes.txt").exists() and (run / "ended.json").exists()
 
 
 def test_a_model_that_the_new_run_starts_from_stays_where_it_is(words, tmp_path, capsys):
@@ -232,5 +232,5 @@ def test_a_model_that_the_new_run_starts_from_stays_where_it_is(words, tmp_path,
     assert f"the records of the run before in {run}" in capsys.readouterr().out
     assert (run / "model.safetensors").exists()
     assert {path.name for path in (run / "aside-1").iterdir()} == {
-        *("config.yaml", "finished.json", "metrics.jsonl", "report.html", "curves.png"),
+        *("config.yaml", "ended.json", "metrics.jsonl", "report.html", "curves.png"),
     }

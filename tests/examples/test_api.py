@@ -2,11 +2,13 @@
 
 import re
 import runpy
+import traceback
 from pathlib import Path
 
 import pytest
 
 from openrlhf.errors import ConfigError
+from openrlhf.utils.callbacks import Callback
 from tests.source import ROOT
 from tests.tiny import write_jsonl
 
@@ -58,9 +60,48 @@ def test_callbacks_see_every_step_evaluation_and_save(names: dict) -> None:
     assert [step for step, _ in watch.evaluations] == [0, 2]
 
 
+def test_an_error_in_a_callback_has_no_frames_but_the_programs(
+    names: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(Callback):
+        def on_step_end(self, trainer: object, step: int, metrics: object) -> None:
+            raise ValueError(f"step {step}")
+
+    monkeypatch.chdir(names["folder"])
+    with pytest.raises(ValueError, match="step 1") as caught:
+        names["ppo_local"](
+            reward=names["short_answers"],
+            callbacks=[Fails()],
+            **names["grpo"],
+            save_path="output/failed",
+        )
+    assert {frame.filename for frame in traceback.extract_tb(caught.tb)} == {__file__}
+    report = Path("output/failed/report.html").read_text()
+    assert "ended after step 1: ValueError: step 1" in report
+
+
 def test_a_trainer_of_ones_own_adds_to_a_step(names: dict) -> None:
     lengths = [record["shortest_prompt"] for record in names["counted"].history]
     assert lengths and all(length > 0 for length in lengths)
+
+
+def test_an_evaluation_returns_what_was_measured_of_each_model(names: dict) -> None:
+    import pandas
+
+    before, after = names["before"], names["after"]
+    assert before.run_dir != after.run_dir
+    assert (after.name, after.num_prompts) == ("output/grpo", {"default": 6})
+    samples = pandas.read_parquet(names["folder"] / after.samples_path)
+    rewards = samples.groupby("row_id").reward
+    assert list(rewards.count()) == [4] * 6
+    assert all(0 < reward <= 1 for reward in samples.reward)  # of short_answers
+    found = after.estimates["default"]
+    assert list(found) == ["pass@1", "pass@2", "pass@4", "reward"]
+    assert found["pass@4"].mean == pytest.approx(rewards.max().mean())
+    reach = 1.96 * rewards.mean().std() / 6**0.5
+    mean = samples.reward.mean()
+    assert found["reward"].interval == pytest.approx((mean - reach, mean + reach))
+    assert (names["folder"] / "output/eval/report.html").is_file()
 
 
 def test_a_config_names_functions_of_the_program_that_the_run_must_get(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from openrlhf.report.run_folder import read_runs
 from tests.integration.commands import steps_of
 from tests.integration.ppo_runs import (
     GRPO,
@@ -131,6 +132,36 @@ def run_killed(command: list[str], *, stop_at: int | None = None, run_dir: Path)
         output, _ = process.communicate(timeout=300)
     assert process.returncode == (0 if stop_at is None else -signal.SIGKILL), output[-3000:]
     return output
+
+
+def test_a_run_that_ends_while_it_loads_or_exports_says_how_to_go_on(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, run = f"{GRPO} --max_samples 4 --save_steps 1 --init_kl_coef 0", tmp_path / "run"
+
+    def last_words(interrupted: str) -> str:
+        def interrupt(*args: object) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(f"openrlhf.trainer.ppo_run.{interrupted}", interrupt)
+            assert start(root, run, flags) == 130
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert last_words("init_models") == (
+        "error: interrupted: nothing was saved yet. Type the same command to start again"
+    )
+    assert last_words("export_final") == (
+        f"error: interrupted: step 1 was saved in {run}/ckpt. To go on, type the same command "
+        "with --load_checkpoint"
+    )
+    assert not (run / "config.json").exists()
+    [found] = read_runs([run])  # as a report made later reads them
+    assert found.facts()["state"].startswith("ended after step 1: Interrupted: step 1 was saved in")
+    assert start(root, run, flags, "--load_checkpoint") == 0
+    assert (run / "config.json").exists()
+    [found] = read_runs([run])
+    assert found.facts()["state"] == "finished, step 1"
 
 
 @pytest.mark.slow

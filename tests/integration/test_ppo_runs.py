@@ -2,7 +2,10 @@
 policy that got worse, memory that does not grow.
 """
 
+import contextlib
+import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -199,31 +202,55 @@ def reward_func(queries, prompts, labels):
 """
 
 
+@pytest.fixture(scope="module")
+def worse(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """The folder of a run whose evaluations at steps 0, 2 and 4 fell, its output and its errors."""
+    folder = tmp_path_factory.mktemp("worse")
+    (folder / "wrong.py").write_text(WRONG)
+    rows = [{"input": f"{i}=", "answer": "held out"} for i in range(4)]
+    held_out = write_jsonl(folder / "held_out.jsonl", rows)
+    flags = f"{GRPO} --init_kl_coef 0 --num_episodes 2 --max_samples 8 --save_steps 2"
+    flags += f" --remote_rm_url {folder}/wrong.py --eval_dataset {held_out} --eval_steps 2"
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert start(root, folder / "run", flags) == 0
+    return folder / "run", out.getvalue(), err.getvalue()
+
+
 def test_a_policy_that_got_worse_is_the_last_line_with_where_the_best_is(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    worse: tuple[Path, str, str],
 ) -> None:
-    (tmp_path / "wrong.py").write_text(WRONG)
-    held_out = write_jsonl(
-        tmp_path / "held_out.jsonl", [{"input": f"{i}=", "answer": "held out"} for i in range(4)]
-    )
-    flags = f"{GRPO} --init_kl_coef 0 --num_episodes 2 --max_samples 8"
-    flags += f" --remote_rm_url {tmp_path}/wrong.py --eval_dataset {held_out} --eval_steps 2"
-    flags += " --save_steps 2"
-    assert start(root, tmp_path / "run", flags) == 0
-    said = capsys.readouterr()
-    values = [r for r in records(tmp_path / "run") if "eval/eval_default_pass1" in r]
+    run, out, err = worse
+    values = [r for r in records(run) if "eval/eval_default_pass1" in r]
     assert [v["eval/eval_default_pass1"] for v in values] == [1, 0, 0]
-    best = f"{tmp_path}/run/ckpt/best_global_step0_hf"
-    assert f"model saved to {tmp_path}/run, beside metrics.jsonl, rollouts, logs\n" in said.out
-    assert said.out.splitlines()[-1] == (
+    best = f"{run}/ckpt/best_global_step0_hf"
+    assert f"model saved to {run}, beside metrics.jsonl, rollouts, logs\n" in out
+    assert out.splitlines()[-1] == (
         f"default_pass1: first 1.000 ±0.000 (step 0), best 1.000 ±0.000 (step 0, {best}), last "
         "0.000 ±0.000 (step 4)"
     )
-    assert said.err.splitlines()[-1] == (
+    assert err.splitlines()[-1] == (
         "warning: the model got worse: default_pass1 fell from 1.000 ±0.000 at step 0 to 0.000 "
         f"±0.000 at step 4, by more than two standard errors. The model of step 0: {best}."
     )
     assert Path(best, "config.json").is_file()
+
+
+def test_the_samples_of_every_evaluation_are_kept_and_in_the_report(
+    worse: tuple[Path, str, str],
+) -> None:
+    run, _, _ = worse
+    data = re.search(r'id="data">(.*?)</script>', (run / "report.html").read_text(), re.DOTALL)
+    [page] = json.loads(data[1])["runs"]
+    for step, reward in ((0, 1), (2, 0), (4, 0)):
+        file = f"eval_step_{step:06d}.parquet"
+        rows = pandas.read_parquet(run / "rollouts" / file)
+        assert list(rows.prompt) == [f"{i}=" for i in range(4) for _ in range(4)]
+        assert set(rows.label) == {"held out"} and set(rows.reward) == {reward}
+        shown = [sample for sample in page["samples"] if sample["file"] == file]
+        assert [sample["response"] for sample in shown] == list(rows.response)
+        label = f"evaluation at step {step} (16 samples)"
+        assert {"name": file, "label": label} in page["files"]
 
 
 def test_the_hint_of_equal_rewards_shows_a_sample_and_where_all_are(

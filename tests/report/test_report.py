@@ -123,7 +123,7 @@ def test_a_server_pages_and_speaks_to_this_machine_only(tmp_path):
     assert client.get("/", headers={"host": "elsewhere.example"}).status_code == 400
 
 
-def test_a_run_that_fails_leaves_its_report_and_the_reason(tmp_path):
+def test_a_run_that_fails_leaves_its_report_and_the_reason_for_later_ones(tmp_path):
     run_dir = tmp_path / "run"
     with pytest.raises(ValueError), reporting(run_dir):
         make_run(run_dir)
@@ -132,6 +132,11 @@ def test_a_run_that_fails_leaves_its_report_and_the_reason(tmp_path):
     ended = "ended after step 3: ValueError: weights &lt;b&gt;did not&lt;/b&gt; arrive"
     assert ended in page
     assert (run_dir / "curves.png").is_file()
+    report(run_dir)
+    assert (run_dir / "report.html").read_text() == page
+    (run_dir / "ended.json").unlink()
+    report(run_dir)
+    assert "at step 3, not finished" in (run_dir / "report.html").read_text()
 
 
 def test_a_run_that_was_refused_leaves_the_folder_as_it_was(tmp_path):

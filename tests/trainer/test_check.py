@@ -6,6 +6,12 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli import check, train_ppo_ray
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import Gathered
+from openrlhf.trainer.check import Plan, _rl_models
+from openrlhf.trainer.ppo_run import worker_classes
+from openrlhf.trainer.ray.cluster import local_demands
 from tests.tiny import make_model, write_jsonl
 
 REWARD = """
@@ -166,9 +172,54 @@ def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str])
     assert any("reward.py:2: ZeroDivisionError" in error for error in errors)
 
 
+def test_models_of_one_process_share_its_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*ppo()[1:], "--vllm_num_engines", "1", "--zero_stage", "0"]
+    config = parse_config(PPOConfig, flags).config
+    demands = local_demands(config, worker_classes(config))
+    models = _rl_models(config, None, demands)
+    Plan(config, models, Gathered(), has_gpus=True, demands=demands).check_memory()
+    titles = [line.split("  ")[1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert titles == ["actor", "ref", "vllm", "a GPU of this process"]
+
+
+def evaluation(models: str, **flags: str) -> list[str]:
+    named = {"eval_dataset": "prompts.jsonl", "input_key": "question", "label_key": "answer"}
+    named |= {"prompt_max_len": "64", "generate_max_len": "16", "save_path": "out", **flags}
+    words = (word for name, value in named.items() for word in (f"--{name}", value))
+    return ["eval", *models.split(), *words]
+
+
+def test_an_evaluation_is_checked_for_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path().iterdir())
+    Path("other").symlink_to(Path("model").resolve())
+    code, out, errors = run(capsys, evaluation("model other", remote_rm_url="reward.py"))
+    assert (code, errors) == (0, [])
+    rewards = "reward of prompts.jsonl: row 1, label '2'\n  response '2': 1\n  response '4': 0\n"
+    for words in ("prompts.jsonl: row 1: 4 tokens\n1+1=\n", rewards, "weights and cache"):
+        assert out.count(words) == 2
+    assert "\nother: 11 prompts x 4 samples\n" in out
+    assert "optimizer" not in out and "disk" not in out  # nothing is trained
+    Path("other").unlink()
+    assert sorted(Path().iterdir()) == before
+
+
+def test_all_problems_of_an_evaluation_are_one_list(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    words = evaluation("model ./gone run", remote_rm_url="reward.py", pass_k="9")
+    code, _, errors = run(capsys, words)
+    parts = ("--pass_k 9 cannot", "gone does not exist", "run holds no model, and")
+    assert code == 2
+    for part, error in zip(parts, errors, strict=True):
+        assert part in error
+    words = evaluation("model", remote_rm_url="reward.py", input_key="quest", vllm_num_engines="0")
+    code, out, [error] = run(capsys, words)
+    assert (code, "column 'quest' is not in the data set" in error) == (2, True)
+    assert "MB weights + " in out  # its memory is known all the same
+
+
 def test_a_command_that_is_none_gets_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, [error] = run(capsys, ["infer", "--pretrain", "model"])
-    assert (code, error) == (2, "infer is no training command. Type one of these:")
+    assert (code, error) == (2, "infer is no command that can be checked. Type one of these:")
     # Nothing can be looked at without data.
     code, _, [error] = run(capsys, ["ppo", "--pretrain", "model", "--remote_rm_url", "reward.py"])
     assert code == 2

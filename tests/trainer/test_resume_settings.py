@@ -122,7 +122,7 @@ def run_commands(root: Path) -> dict:
     exported = (root / "run" / "model.safetensors").stat().st_mtime_ns
     results["again"] = exit_code(root)
     results["untouched"] = exported == (root / "run" / "model.safetensors").stat().st_mtime_ns
-    (root / "run" / "finished.json").unlink()  # as a kill leaves it behind the last checkpoint
+    (root / "run" / "ended.json").unlink()  # as a kill leaves it behind the last checkpoint
     (root / "run" / "model.safetensors").unlink()
     results["export"] = exit_code(root)
     results["exported"] = (root / "run" / "model.safetensors").is_file()

@@ -2,13 +2,34 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
+from typing_extensions import Self
 
 from openrlhf.algorithms.evaluation import NORMAL_95, pass_at_k, standard_error
 from openrlhf.utils.logging import STDERR, Values
 from openrlhf.utils.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts, with its 95 % interval where there are several: 0.512 [0.478, 0.546]."""
+
+    mean: float
+    interval: tuple[float, float] | None
+
+    @classmethod
+    def of(cls, values: Values, name: str) -> Self:
+        """Return the estimate that the metrics of an evaluation hold under a name."""
+        mean, error = values[name], values.get(name + STDERR)
+        reach = None if error is None else NORMAL_95 * error
+        return cls(mean, None if reach is None else (mean - reach, mean + reach))
+
+    def __str__(self) -> str:
+        known = "" if self.interval is None else " [{:.3f}, {:.3f}]".format(*self.interval)
+        return f"{self.mean:.3f}{known}"
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], ks: Sequence[int]) -> dict[str, float]:
@@ -48,31 +69,26 @@ def pass_rate_names(datasources: Iterable[str], ks: Sequence[int]) -> list[str]:
     return [f"eval/eval_{name}_pass{k}" for name in datasources for k in ks]
 
 
-def results_table(
-    results: Sequence[tuple[str, Mapping[str, int], Values]], ks: Sequence[int]
-) -> str:
+def estimates_of(values: Values, datasource: str, ks: Sequence[int]) -> dict[str, Estimate]:
+    """Return the estimates of a data source by title: `pass@k` for each of `ks`, and `reward`."""
+    names = dict(zip((f"pass@{k}" for k in ks), pass_rate_names([datasource], ks), strict=True))
+    names["reward"] = f"eval/eval_{datasource}_reward"
+    return {title: Estimate.of(values, name) for title, name in names.items()}
+
+
+def results_table(results: Iterable[tuple[str, str, int, Mapping[str, Estimate]]]) -> str:
     """Return a table of evaluations, a line for each model and data source; each is given by the
-    model's name, its prompts by data source and its metrics.
+    model's name, the data source, the number of its prompts and its estimates.
 
     Example:
         model   data     prompts  pass@1                reward
         run     default      100  0.512 [0.478, 0.546]  0.702 [0.655, 0.749]
     """
-    rows = [["model", "data", "prompts", *(f"pass@{k}" for k in ks), "reward"]]
-    for model, num_prompts, metrics in results:
-        for source, count in num_prompts.items():
-            names = [*pass_rate_names([source], ks), f"eval/eval_{source}_reward"]
-            cells = (with_interval(metrics, name) for name in names)
-            rows.append([model, source, f"{count:>7}", *cells])
+    rows, head = [], ["model", "data", "prompts"]
+    for model, source, count, estimates in results:
+        rows.append([model, source, f"{count:>7}", *map(str, estimates.values())])
+        head[3:] = estimates
+    rows.insert(0, head)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join(lines)
-
-
-def with_interval(values: Values, name: str) -> str:
-    """Return a mean and its 95 % interval, which that of a single prompt lacks."""
-    value, error = values[name], values.get(name + STDERR)
-    if error is None:
-        return f"{value:.3f}"
-    reach = NORMAL_95 * error
-    return f"{value:.3f} [{value - reach:.3f}, {value + reach:.3f}]"

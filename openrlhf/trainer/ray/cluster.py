@@ -68,7 +68,7 @@ def local_cluster(
 def local_demands(config: PPOConfig, roles: Iterable[str]) -> list[RoleDemand]:
     """Return what the roles of a run in this process need, and its engine."""
     engines = ["vllm"] * (config.vllm.num_engines or 0)
-    return [RoleDemand(role, 1, role) for role in [*roles, *engines]]
+    return [RoleDemand(role, 1, "this process") for role in [*roles, *engines]]
 
 
 @contextmanager
