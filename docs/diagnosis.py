@@ -145,7 +145,7 @@ def draw(folder: Path, name: str) -> None:
     page.driver.execute_script(KEEP_PANELS, PANELS[name])
     page.take("#view-curves .panels", name)
     if name == "flat":
-        page.show("samples", 1200, "#table .tabulator-row", NUM_ROWS)
+        page.show("samples", 1060, "#table .tabulator-row", NUM_ROWS)
         page.driver.execute_script(FIRST_STEP)
         time.sleep(1)
         page.take("#table", "flat_samples", page.driver.execute_script(HEIGHT, NUM_ROWS - 1))
