@@ -29,6 +29,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for path in linked_files(Path(file.src_uri), file.content_string):
             pages[f"files/{path}.md"] = file_page(path)
     for uri, text in pages.items():
+        if short := files.get_file_from_path(uri):  # what GitHub shows in its place
+            files.remove(short)
         files.append(File.generated(config, uri, content=text))
     return files
 

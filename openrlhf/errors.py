@@ -6,9 +6,7 @@ reads them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
-
-from typing_extensions import Self
+from typing import Self, TypeVar
 
 T = TypeVar("T")
 

@@ -117,7 +117,7 @@ class RemoteReward(RewardSource):
         server.num_in_flight += 1
         try:
             answer = await asyncio.wait_for(request, timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return f"no answer in {timeout_s:.1f} s"
         except httpx.RequestError as error:
             return f"{type(error).__name__} {error}".strip()

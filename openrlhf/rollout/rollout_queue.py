@@ -196,7 +196,7 @@ class RolloutQueue:
             try:
                 await asyncio.wait_for(self._news.wait(), until_s - time.monotonic())
                 quiet_since, quiet_s = time.monotonic(), STALL_S
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 waited_s = time.monotonic() - start
                 line = f"waited {waited_s:.0f} s for {what}: {self._progress()}"
                 if waited_s >= WAIT_S:

@@ -329,7 +329,7 @@ def build_app(service: RewardService, token: str | None) -> FastAPI:
         try:
             body = await asyncio.wait_for(read_body(request, limits), limits.receive_timeout_s)
             content = await service.once(request.headers.get("x-request-id"), body)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise refused(408, "the request did not arrive in time", "body") from error
         except asyncio.CancelledError:  # by the end of the server
             service.num_given_up += 1

@@ -8,11 +8,10 @@ does not know how attention over the row is computed.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

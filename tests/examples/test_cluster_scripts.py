@@ -5,11 +5,11 @@ import re
 import stat
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.supervised import DPOConfig

@@ -146,7 +146,7 @@ class DrivenStream:
         while self._stream.num_running:
             try:
                 groups.append(await asyncio.wait_for(self._stream.next(), wait_s))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 break
             wait_s = 0.0
         return groups

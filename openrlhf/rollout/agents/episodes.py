@@ -61,7 +61,7 @@ class AgentProcess:
         self.ending = asyncio.ensure_future(self._end())
         try:
             await asyncio.wait_for(self._channel.call("start"), START_TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self.kill()
             raise ConfigError(
                 f"{self.setup.path}: AgentExecutor was not made in {START_TIMEOUT_S:g} s. "
@@ -88,7 +88,7 @@ class AgentProcess:
                 self._channel.call("run", request), limit_s
             )
             return result
-        except asyncio.TimeoutError:  # it could not even end the episode itself
+        except TimeoutError:  # it could not even end the episode itself
             self.kill()
             raise AgentError(f"{path}: its process hangs", "episode_timeout") from None
         except ConnectionError:

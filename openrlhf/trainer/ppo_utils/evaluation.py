@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Self
 
 import torch
-from typing_extensions import Self
 
 from openrlhf.algorithms.evaluation import NORMAL_95, pass_at_k, standard_error
 from openrlhf.utils.logging import STDERR, Values
