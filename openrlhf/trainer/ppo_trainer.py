@@ -6,6 +6,7 @@ Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Bui
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -101,11 +102,12 @@ class PPOTrainer:
                 if rollouts:
                     state.global_step += 1
                     experience = self.train_step(rollouts, state.global_step, metrics)
+                    file = self.write_samples(rollouts, experience, metrics)
             if not rollouts:  # no prompt had a signal, or a reward
                 if not self.is_over:
                     state.unlogged.merge(metrics)
                 continue
-            self.report(state.global_step, metrics, rollouts, experience)
+            self.report(state.global_step, metrics, rollouts, file)
             for callback in self.callbacks:
                 callback.on_step_end(self, state.global_step, self.values_of(metrics))
             every = self.config.eval.steps
@@ -344,18 +346,15 @@ class PPOTrainer:
         global_step: int,
         metrics: Metrics,
         rollouts: Sequence[Rollout],
-        experience: Experience,
+        file: Path | None,
     ) -> None:
-        """Hints, the rollouts; every `--logging_steps` the line and the log of all steps since."""
+        """Print hints and samples, which lie in `file`; every `--logging_steps` the line and the
+        log of all steps since.
+        """
         self.state.unlogged.merge(metrics)
         self.state.num_unlogged += 1
         if global_step % self.config.logger.logging_steps == 0:
             self.log(global_step)
-        rows = self.rows_of(rollouts)
-        for row, columns in zip(rows, experience.learned_columns(), strict=True):
-            row.update(columns)
-        num_kept = self.config.rollout.num_kept_files
-        file = write_rollouts(self.inputs.run_dir, global_step, rows, num_kept=num_kept)
         values = self.values_of(metrics)
         for line in hints(values, self.state.history, example=example_of(rollouts[0], file)):
             notice(line)
@@ -363,6 +362,18 @@ class PPOTrainer:
         if global_step % SAMPLES_EVERY == 0:
             count = self.config.logger.print_samples
             show_samples(f"step {global_step}", rollouts, count, file=file)
+
+    def write_samples(
+        self, rollouts: Sequence[Rollout], experience: Experience, metrics: Metrics
+    ) -> Path | None:
+        """Write the samples of the step with what was computed for them; return the file."""
+        with timed("write_samples", metrics):
+            rows = self.rows_of(rollouts)
+            for row, columns in zip(rows, experience.learned_columns(), strict=True):
+                row.update(columns)
+            num_kept = self.config.rollout.num_kept_files
+            step = self.state.global_step
+            return write_rollouts(self.inputs.run_dir, step, rows, num_kept=num_kept)
 
     def rows_of(self, rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
         """Return samples as the files of rollouts have them."""

@@ -1,6 +1,7 @@
 """Asynchronous RL: the step of PPOTrainer behind a bounded queue, filled while it trains."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
@@ -8,7 +9,6 @@ from openrlhf.rollout.async_controller import AsyncLimits
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_setup import RunInputs
 from openrlhf.trainer.ppo_trainer import PPOTrainer
-from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
@@ -63,12 +63,12 @@ class PPOTrainerAsync(PPOTrainer):
         global_step: int,
         metrics: Metrics,
         rollouts: Sequence[Rollout],
-        experience: Experience,
+        file: Path | None,
     ) -> None:
         """Report a step with what generation and the queue noted meanwhile."""
         metrics.merge(self.queue.take_metrics())
         metrics.add("num_generated_tokens", 0, reduction="sum")  # a step may generate none
-        super().report(global_step, metrics, rollouts, experience)
+        super().report(global_step, metrics, rollouts, file)
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], weight_version: int) -> Metrics:
