@@ -2,13 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import yaml
-
+from openrlhf.config.cli import read_resolved
 from openrlhf.errors import ConfigError
 from openrlhf.utils.logging import format_seconds, hints, needed_history
 from openrlhf.utils.tracking import METRICS_FILE, read_ending, read_metrics
@@ -94,13 +93,10 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return the ends of paths, as many parts as it takes to tell them apart."""
-    parts = [path.resolve().parts for path in paths]
-    for length in range(1, max(map(len, parts), default=1)):
-        names = [os.path.join(*part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    """Return paths as they are seen from the last folder that holds all of them."""
+    places = [path.resolve() for path in paths]
+    base = os.path.commonpath([place.parent for place in places])
+    return [os.path.relpath(place, base) for place in places]
 
 
 def _is_evaluation(record: Record) -> bool:
@@ -114,13 +110,5 @@ def _records(path: Path) -> list[Record]:
 
 def _settings(path: Path) -> dict[str, str]:
     file = path / CONFIG_FILE
-    tree = yaml.safe_load(file.read_text()) if file.exists() else None
-    return dict(_leaves(tree or {}))
-
-
-def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
+    settings = read_resolved(file) if file.exists() else {}
+    return {k: v if isinstance(v, str) else json.dumps(v) for k, v in settings.items()}

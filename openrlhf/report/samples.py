@@ -7,12 +7,14 @@ shown beside a sample.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
+
+from openrlhf.utils.samples import spread
 
 Row = dict[str, Any]
 TOKEN_COLUMNS = (
@@ -75,27 +77,16 @@ def excerpt(run_dir: Path, files: Sequence[StepFile]) -> list[Row]:
     left = MAX_EXCERPT_BYTES
     for index, file in enumerate(chosen):
         share = left // (len(chosen) - index)
-        for row in _samples_of(run_dir, file):
-            num_bytes = len(json.dumps(row))
-            if num_bytes > (left if row["number"] == 0 else share):
+        parquet = pyarrow.parquet.ParquetFile(run_dir / "rollouts" / file.name)
+        batches = parquet.iter_batches(batch_size=16)
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            sample = sample_of(row, file.name, number)
+            num_bytes = len(json.dumps(sample))
+            if num_bytes > (share if number else left):
                 break
             share, left = share - num_bytes, left - num_bytes
-            found.append(row)
+            found.append(sample)
     return found
-
-
-def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """Return at most `count` items, evenly spread, with the first and the last."""
-    if len(items) <= count:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
-
-
-def _samples_of(run_dir: Path, file: StepFile) -> Iterator[Row]:
-    parquet = pyarrow.parquet.ParquetFile(run_dir / "rollouts" / file.name)
-    rows = (row for batch in parquet.iter_batches(batch_size=16) for row in batch.to_pylist())
-    for number, row in enumerate(rows):
-        yield sample_of(row, file.name, number)
 
 
 def sample_of(row: Mapping[str, Any], file: str, number: int) -> Row:
@@ -108,17 +99,14 @@ def sample_of(row: Mapping[str, Any], file: str, number: int) -> Row:
         known[name] = plain(row.pop(name, None))
     if known["label"] is not None:
         known["label"] = str(known["label"])
-    known["group_id"] = _group_of(known)
+    if known["group_id"] is None:
+        known["group_id"] = known["row_id"]
     tokens = {name: plain(row.pop(name, None)) for name in TOKEN_COLUMNS}
     parts = row.pop("reward_parts", None)
     known["parts"] = plain(json.loads(parts) if isinstance(parts, str) else parts)
     known["tokens"] = tokens if tokens["token_texts"] is not None else None
     known["others"] = {name: plain(value) for name, value in row.items() if value is not None}
     return known
-
-
-def _group_of(row: Mapping[str, Any]) -> int | None:
-    return row["row_id"] if row["group_id"] is None else row["group_id"]
 
 
 def plain(value: Any) -> Any:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.engines.base import SamplingSettings
@@ -25,7 +25,7 @@ from openrlhf.rollout.rollout import GroupStream, Rollouts
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.utils.logging import notice
 from openrlhf.utils.metrics import Metrics, timed
-from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.rollout import Rollout, fields_of
 from openrlhf.utils.threads import on_loop
 
 STALL_S = 20.0  # without a finished group until somebody who waits says so; then twice as long, ...
@@ -257,19 +257,11 @@ def write_groups(folder: Path, groups: Sequence[Kept], sampling: SamplingSetting
     What the data set says of a prompt is not kept: it is read there again. Raises OSError.
     """
     if groups:
-        kept = [(key, age, [_own(r) for r in rollouts]) for key, age, rollouts in groups]
+        own = partial(fields_of, left_out=OF_PROMPT)
+        kept = [(key, age, list(map(own, rollouts))) for key, age, rollouts in groups]
         content = io.BytesIO()
         torch.save((repr(sampling), kept), content)
         (folder / GROUPS).write_bytes(content.getbuffer())
-
-
-def _own(rollout: Rollout) -> dict[str, object]:
-    """Return what is not of the prompt; tensors in memory of their own."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in vars(rollout).items()
-        if name not in OF_PROMPT
-    }
 
 
 def read_groups(folder: Path, prompts: PromptDataset, sampling: SamplingSettings) -> list[Kept]:

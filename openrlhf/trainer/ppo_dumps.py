@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,15 +24,12 @@ from openrlhf.trainer.ray.cluster import DevicePhases
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.rollout import Rollout, fields_of
 
 DUMPS, FACTS, SAMPLES = "dumps", "step.json", "samples.pt"
 # Columns of an experience that models computed, and that advantages are made of.
 COMPUTED = ("old_logprobs", "ref_logprobs", "values")
-OF_ROLLOUT = (
-    *("sample_id", "group_id", "row_id", "token_ids", "action_mask", "logprobs"),
-    *("weight_versions", "finish_reason", "prompt_text", "response_text", "reward", "episode_id"),
-)
+OF_DATA = ("label", "datasource", "columns", "source_prompt")  # any values; a replay needs none
 
 
 @dataclass
@@ -71,11 +67,16 @@ class StepDump:
         if self.is_chosen:
             self.write_facts(metrics=metrics.values())
 
-    def write(self, **outcome: Any) -> None:
-        """Keep the step; what cannot be written costs a warning."""
+    def write(self, **outcome: object) -> None:
+        """Keep the step, in place of an earlier attempt; what cannot be written costs a warning."""
         step, run_dir = self.facts.global_step, self.folder.parents[1]
+        folder = str(self.folder.absolute())  # workers may have another working directory
         try:
-            self.write_weights()
+            shutil.rmtree(folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            for group in self.groups.values():
+                with self.phases.update(group):
+                    group.call(TrainedWorker.save_states, folder, max(self.facts.updates) > 1)
             self.write_samples()
             self.write_facts(**outcome)
         except (CheckpointError, OSError) as error:
@@ -84,41 +85,18 @@ class StepDump:
         else:
             notice(f"step {step} was kept: openrlhf replay {run_dir} --step {step}")
 
-    def write_weights(self) -> None:
-        """Write the states of the models, in place of an earlier attempt's."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        folder = str(self.folder.absolute())  # workers may have another working directory
-        for group in self.groups.values():
-            with self.phases.update(group):
-                group.call(TrainedWorker.save_states, folder, max(self.facts.updates) > 1)
-
     def write_samples(self) -> None:
         """Write the samples and what models computed for them."""
-        computed = self.experience and {
-            name: getattr(self.experience, name)
-            for name in COMPUTED
-            if getattr(self.experience, name) is not None
-        }
+        columns = {name: getattr(self.experience, name, None) for name in COMPUTED}
+        known = {name: column for name, column in columns.items() if column is not None}
         content = io.BytesIO()
-        torch.save({"samples": [_own(r) for r in self.rollouts], "computed": computed}, content)
+        samples = [fields_of(rollout, left_out=OF_DATA) for rollout in self.rollouts]
+        torch.save({"samples": samples, "computed": self.experience and known}, content)
         (self.folder / SAMPLES).write_bytes(content.getbuffer())
 
-    def write_facts(
-        self,
-        *,
-        num_done: Mapping[str, int] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        error: str | None = None,
-    ) -> None:
+    def write_facts(self, **outcome: object) -> None:
         """Write what the step was told, and what came of it: `num_done` updates of each model were
-        made before its weights were written, the others had these metrics, or this error.
+        made before its weights were written, the others had these `metrics`, or this `error`.
         """
-        outcome = {"num_done": num_done or {}, "metrics": metrics or {}, "error": error}
-        write_json(self.folder / FACTS, {"facts": asdict(self.facts), **outcome})
-
-
-def _own(rollout: Rollout) -> dict[str, object]:
-    """Return what a replay reads of a sample; tensors in memory of their own."""
-    values = {name: getattr(rollout, name) for name in OF_ROLLOUT}
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        facts = {"facts": asdict(self.facts), "num_done": {}, "metrics": {}, "error": None}
+        write_json(self.folder / FACTS, facts | outcome)

@@ -27,7 +27,6 @@ from openrlhf.trainer.ppo_updates import StepFacts, trained_roles, update_model
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience, reward_kl
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, seen_column
-from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup
 from openrlhf.trainer.ray.cluster import DevicePhases, local_cluster
 from openrlhf.trainer.ray.model_actor import TrainedWorker
@@ -36,8 +35,7 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.samples import printable
 from openrlhf.utils.snapshots import with_snapshots
-from openrlhf.utils.tokenizer import TokenTexts
-from openrlhf.utils.tracking import write_columns
+from openrlhf.utils.tokenizer import TokenTexts, tokenizer_of
 
 TABLE = "tokens.parquet"  # in the folder of the step
 MAX_LINES = 20  # of tokens on the console
@@ -177,7 +175,7 @@ def pretraining_texts(config: PPOConfig) -> SFTDataset | None:
     gathered, texts = Gathered(), None
     for data_set in ppo_data(config):
         if data_set.about == PRETRAIN and (rows := data_set.read(gathered)) is not None:
-            texts = data_set.tokenise(gathered, rows, load_policy_tokenizer(config))
+            texts = data_set.tokenise(gathered, rows, tokenizer_of(config, config.policy_path))
     gathered.raise_if_any()
     return texts
 
@@ -215,14 +213,19 @@ def show_tokens(
     """Write a table with a row for each sampled token; print those that weigh most in the loss, or
     spoil it.
     """
+    import pyarrow.parquet  # noqa: PLC0415 - heavy
+
     columns = token_columns(config, experience, results)
     mask_T = experience.action_mask
-    texts = TokenTexts(load_policy_tokenizer(config))(experience.token_ids[mask_T].tolist())
+    texts = TokenTexts(tokenizer_of(config, config.policy_path))(
+        experience.token_ids[mask_T].tolist()
+    )
     owners = torch.arange(len(experience)).repeat_interleave(experience.num_actions).tolist()
     names = [kept.rollouts[owner].sample_id for owner in owners]
     positions = torch.cat([torch.arange(n) for n in experience.seq_lengths.tolist()])[mask_T]
     about = {"sample_id": names, "position": positions.numpy(), "token": texts}
-    write_columns(kept.folder / TABLE, about | {k: v.numpy() for k, v in columns.items()})
+    table = pyarrow.table(about | {name: column.numpy() for name, column in columns.items()})
+    pyarrow.parquet.write_table(table, kept.folder / TABLE)
     weight_N = columns.get("loss", columns["advantages"]).abs().nan_to_num(nan=math.inf)
     seen = {place for part in results.get("actor", ()) for place in part.places}
     weight_N[[owner not in seen for owner in owners]] = -1.0

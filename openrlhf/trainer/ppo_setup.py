@@ -21,7 +21,7 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered
-from openrlhf.models.loading import check_value_model, read_configs
+from openrlhf.models.loading import check_value_model, load_config, read_configs
 from openrlhf.models.support import num_positions
 from openrlhf.models.value_head import reward_mean_and_std
 from openrlhf.rewards.base import RewardSource
@@ -30,11 +30,16 @@ from openrlhf.rewards.workers import FunctionPool
 from openrlhf.rollout.agents.worker import load_agent
 from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
-from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, reads_tokens_of
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.logging import say_notices
 from openrlhf.utils.own_functions import ESTIMATOR, POLICY_LOSS, check_function
-from openrlhf.utils.tokenizer import Tokenizer, TokenTexts, eos_token_ids
+from openrlhf.utils.tokenizer import (
+    Tokenizer,
+    TokenTexts,
+    eos_token_ids,
+    load_tokenizer,
+    tokenizer_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -80,7 +85,7 @@ def prepare_inputs(
     if agent_path := config.train.agent_func_path:
         gathered.attempt(lambda: load_agent(agent_path))
     policy = check_models(config, gathered, has_engines=has_engines)
-    tokenizer = gathered.attempt(lambda: load_policy_tokenizer(config))
+    tokenizer = gathered.attempt(lambda: tokenizer_of(config, config.policy_path))
     if tokenizer is not None:
         gathered.attempt(lambda: check_tokens(config, tokenizer))
     prompts, eval_prompts, texts = _data(config, tokenizer, policy, gathered)
@@ -254,17 +259,40 @@ def named_models(config: PPOConfig) -> list[str]:
 def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigError for a critic or a reward model of another vocabulary than the policy's."""
     for path in config.reward.model_paths:
-        if not reads_tokens_of(config, path, tokenizer):
+        if not _reads_tokens_of(config, path, tokenizer):
             raise ConfigError(
                 f"--reward_pretrain {path} has another vocabulary than --pretrain. Start openrlhf "
                 "serve-rm with it, which reads texts, and type --remote_rm_url with its address."
             )
     source = config.critic_source
-    if config.has_critic and source and not reads_tokens_of(config, source, tokenizer):
+    if config.has_critic and source and not _reads_tokens_of(config, source, tokenizer):
         raise ConfigError(
             f"The critic would start from {source}, which has another vocabulary than --pretrain. "
             f"Type --critic_pretrain {config.policy_path}, or a model of its family."
         )
+
+
+def _reads_tokens_of(config: PPOConfig, path: str, own: Tokenizer) -> bool:
+    """Return True if all tokens that the policy can sample, those of `own`, have the same ids in
+    the model at `path`.
+
+    A token that only the policy knows may have an embedding there that no other token has.
+    """
+    policy, trust = config.policy_path, config.trust_remote_code
+    if path == policy:
+        return True
+    sizes = [
+        load_config(name, trust_remote_code=trust).get_text_config().vocab_size
+        for name in (policy, path)
+    ]
+    others = load_tokenizer(path, trust_remote_code=trust).get_vocab()
+    taken = set(others.values())
+
+    def is_same(token: str, token_id: int) -> bool:
+        has_place = token_id < sizes[1] and token_id not in taken
+        return others[token] == token_id if token in others else has_place
+
+    return all(is_same(token, i) for token, i in own.get_vocab().items() if i < sizes[0])
 
 
 def _check_head(config: PPOConfig, path: str, facts: "PretrainedConfig") -> None:

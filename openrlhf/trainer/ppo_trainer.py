@@ -209,7 +209,7 @@ class PPOTrainer:
             dump.note(updated)
         metrics.merge(noted).merge(updated)
         self.check_mismatch(metrics, global_step)
-        if self.trains_actor(global_step) or self.phases.needs_weights:
+        if "actor" in trained_roles(self.config, global_step) or self.phases.needs_weights:
             with timed("broadcast", metrics):
                 self.broadcast_to_vllm()
         if "kl" in metrics:
@@ -254,10 +254,6 @@ class PPOTrainer:
             self.phases,
             is_chosen=global_step in (self.config.logger.dump_steps or ()),
         )
-
-    def trains_actor(self, global_step: int) -> bool:
-        """Return True if this step updates the policy."""
-        return "actor" in trained_roles(self.config, global_step)
 
     def broadcast_to_vllm(self) -> None:
         """Send the policy's weights to the engines; returns only when every engine has proved to

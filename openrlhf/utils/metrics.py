@@ -6,7 +6,7 @@ ranks is exact.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -37,11 +37,6 @@ class Metrics:
         """Note one value; `weight` counts only for means (say, the tokens it is a mean of)."""
         total = value * weight if reduction == "mean" else value
         self._absorb(name, float(total), float(weight), reduction)
-
-    def update(self, values: Mapping[str, float]) -> None:
-        """Note several values as plain means of weight 1."""
-        for name, value in values.items():
-            self.add(name, value)
 
     def merge(self, other: "Metrics") -> "Metrics":
         """Fold another set in; return self."""

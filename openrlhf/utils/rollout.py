@@ -6,7 +6,7 @@ action_mask [F, F, T, T]; logprobs has one number per sampled token.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,12 @@ class Rollout:
         value = self.reward if self.score is None else self.score
         assert value is not None, f"sample {self.sample_id} was never scored"
         return value
+
+
+def fields_of(rollout: Rollout, *, left_out: Container[str]) -> dict[str, object]:
+    """Return the fields of a sample for a file of tensors, which are in memory of their own."""
+    values = {name: v for name, v in vars(rollout).items() if name not in left_out}
+    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in values.items()}
 
 
 def check_completion(

@@ -7,6 +7,7 @@ would obey, are spelled out.
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import rich.panel
 import rich.text
@@ -14,6 +15,7 @@ import rich.text
 from openrlhf.utils.logging import log, make_console, notice
 from openrlhf.utils.rollout import Rollout
 
+Item = TypeVar("Item")
 MAX_SHOWN = 400  # characters of a prompt or a response
 MAX_IN_HINT = 200  # the same in a line
 
@@ -22,7 +24,7 @@ def show_samples(title: str, rollouts: Sequence[Rollout], count: int, *, file: P
     """Print `count` scored samples, from the lowest to the highest reward: in a panel on a
     terminal, as plain lines elsewhere and in the log. `file` holds all of them.
     """
-    shown = spread(rollouts, count)
+    shown = spread(sorted(rollouts, key=lambda rollout: rollout.reward or 0.0), count)
     if not shown:
         return
     others = "" if file is None else f", all in {file}"
@@ -38,15 +40,12 @@ def show_samples(title: str, rollouts: Sequence[Rollout], count: int, *, file: P
     log(plain)
 
 
-def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """Return `count` samples (or all) at equal distances in the order of their rewards, the lowest
-    and the highest among them.
-    """
-    ranked = sorted(rollouts, key=lambda rollout: rollout.reward or 0.0)
-    if count >= len(ranked):
-        return ranked
-    last = len(ranked) - 1
-    return [ranked[k * last // max(count - 1, 1)] for k in range(count)]
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """Return `count` items, or all, at equal distances, the first and the last among them."""
+    if count >= len(items):
+        return list(items)
+    last = len(items) - 1
+    return [items[k * last // max(count - 1, 1)] for k in range(count)]
 
 
 def sample_text(rollout: Rollout) -> str:

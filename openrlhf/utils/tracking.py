@@ -262,13 +262,6 @@ def write_rollouts(
     return path
 
 
-def write_columns(path: Path, columns: Mapping[str, object]) -> None:
-    """Write columns of equal length as parquet."""
-    import pyarrow.parquet  # noqa: PLC0415 - heavy
-
-    pyarrow.parquet.write_table(pyarrow.table(dict(columns)), path)
-
-
 def _as_table(rows: Sequence[Mapping[str, object]]) -> object:
     """Return a pyarrow table of all columns of the rows, in the order of first appearance."""
     import pyarrow  # noqa: PLC0415 - heavy

@@ -28,14 +28,13 @@ from openrlhf.trainer.ppo_utils.replay_buffer import (
     plan_updates,
     seen_column,
 )
-from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray import ppo_actor
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor, correction_of
 from openrlhf.trainer.ray.scorers import RewardModelActor
 from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.tokenizer import load_tokenizer
+from openrlhf.utils.tokenizer import load_tokenizer, tokenizer_of
 from tests.tiny import make_model, make_reward_model, make_tokenizer
 from tests.trainer.test_experience import THREE, rollout
 
@@ -417,7 +416,7 @@ def test_a_reward_model_reads_the_tokens_of_samples(
 ) -> None:
     experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
     config = config_of(tiny_model_dir, reward_dir, "--micro_rollout_batch_size 1")
-    check_tokens(config, load_policy_tokenizer(config))
+    check_tokens(config, tokenizer_of(config, config.policy_path))
     worker = RewardModelActor(config, "reward", str(tmp_path))
     worker.setup()
     worker.init_model(str(reward_dir))
@@ -428,12 +427,12 @@ def test_a_reward_model_reads_the_tokens_of_samples(
 def test_models_of_another_vocabulary_are_refused(tiny_model_dir: Path, foreign_dir: Path) -> None:
     config = config_of(tiny_model_dir, foreign_dir, f"--critic_pretrain {tiny_model_dir}")
     with pytest.raises(ConfigError, match="serve-rm with it, which reads texts"):
-        check_tokens(config, load_policy_tokenizer(config))
+        check_tokens(config, tokenizer_of(config, config.policy_path))
     line = f"--pretrain {tiny_model_dir} --remote_rm_url http://h/get_reward --prompt_data d "
     line += f"--critic_pretrain {foreign_dir}"
     config = parse_config(PPOConfig, line.split()).config
     with pytest.raises(ConfigError, match=f"--critic_pretrain {tiny_model_dir}"):
-        check_tokens(config, load_policy_tokenizer(config))
+        check_tokens(config, tokenizer_of(config, config.policy_path))
 
 
 def test_a_reward_model_that_cannot_be_used_is_said_before_anything_starts(

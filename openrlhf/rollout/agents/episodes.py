@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import ConfigError, EngineError
 from openrlhf.rollout.agents.channel import Channel
 from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult, Segment
@@ -207,8 +207,9 @@ class AgentEpisodes:
     async def act(self, request: RolloutRequest) -> list[Rollout]:
         """Return the rollouts of all episodes; AgentError when one has failed after its retries."""
         prompt, metrics = request.prompt, request.metrics
-        asked = episode_requests(prompt, request.sampling, request.name)
-        episodes = [asyncio.ensure_future(self.run(one, metrics)) for one in asked]
+        one, num_samples = replace(request.sampling, num_samples=1), request.sampling.num_samples
+        asked = [EpisodeRequest(f"{request.name}/{k}", prompt, one) for k in range(num_samples)]
+        episodes = [asyncio.ensure_future(self.run(each, metrics)) for each in asked]
         try:
             results = await asyncio.gather(*episodes)
         except AgentError as error:
@@ -220,8 +221,8 @@ class AgentEpisodes:
             await asyncio.wait(episodes)
         rollouts = [
             rollout
-            for one, result in zip(asked, results, strict=True)
-            for rollout in self.rollouts_of(prompt, one.sample_id, result, request.group_id)
+            for each, result in zip(asked, results, strict=True)
+            for rollout in self.rollouts_of(prompt, each.sample_id, result, request.group_id)
         ]
         num_tokens = sum(rollout.num_actions for rollout in rollouts)
         metrics.add("num_generated_tokens", num_tokens, reduction="sum")
@@ -287,14 +288,6 @@ def agent_rollouts(
     rollouts = Rollouts(agents, GroupScorer(None, policy))
     rollouts.loop.run(agents.start())
     return rollouts
-
-
-def episode_requests(
-    prompt: PromptRecord, sampling: SamplingSettings, name: str
-) -> list[EpisodeRequest]:
-    """Return the episodes of a prompt."""
-    one = replace(sampling, num_samples=1)
-    return [EpisodeRequest(f"{name}/{k}", prompt, one) for k in range(sampling.num_samples)]
 
 
 def add_metrics(result: EpisodeResult, metrics: Metrics) -> None:

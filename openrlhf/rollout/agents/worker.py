@@ -49,13 +49,11 @@ from openrlhf.utils.user_code import (
     check_signature,
     defined_at,
     file_of,
-    in_words,
     load_module,
     member,
     public_names,
     split_name,
     user_line,
-    user_traceback,
 )
 
 EXECUTOR_NAME = "AgentExecutor"
@@ -184,11 +182,10 @@ class Worker:
         error = acting.exception()
         if error is None:
             return acting.result()
-        where = user_line(path, error) or path
         if isinstance(error, AgentError):
-            raise AgentError(f"{where}: {error}", error.kind)
-        blamed = AgentError(f"{where}: {in_words(error)}")
-        raise blamed.in_user_code(user_traceback(path, error))
+            raise AgentError(f"{user_line(path, error) or path}: {error}", error.kind)
+        with blaming(path, AgentError):
+            raise error
 
     def _watch(self) -> None:
         """End the process when user code holds the loop for longer than a step may take."""

@@ -34,13 +34,13 @@ from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, UpdateStep
-from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray.launcher import Health, node_address, own_gpu
 from openrlhf.utils.gpus import peak_memory_gib
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, progress
+from openrlhf.utils.tokenizer import tokenizer_of
 
 
 class ModelWorker:
@@ -328,7 +328,7 @@ class TrainedWorker(ModelWorker):
         """Export the model in Hugging Face format; all ranks take part, rank 0 writes. Raise
         CheckpointError on all ranks or none. `tensors` are other weights of the same names.
         """
-        tokenizer, model = load_policy_tokenizer(self.config), self.model.model
+        tokenizer, model = tokenizer_of(self.config, self.config.policy_path), self.model.model
         together(lambda: export_hf(model, tokenizer, Path(path), tensors=tensors))
 
 
