@@ -97,6 +97,18 @@ class Method(Generic[ConfigT]):
         return self.config(**settings) if config is None else config
 
 
+def _finished(work: Callable[[], Any]) -> Any:
+    """Return the result of a run; signals end it, and an error in a callback has no frames but the
+    program's.
+    """
+    try:
+        with stopping.listening():
+            return work()
+    except Exception as error:
+        show_callback_alone(error)
+        raise
+
+
 class Supervised(Method[ConfigT]):
     """Supervised training with a recipe."""
 
@@ -117,12 +129,8 @@ class Supervised(Method[ConfigT]):
         """Train by a config, or by settings. `trainer` is a subclass of the method's own."""
         config = self._given(config, settings)
         run = resolve_name("openrlhf.trainer.supervised_run:run_supervised")
-        try:
-            with stopping.listening():
-                run(trainer or resolve_name(self.recipe), config, callbacks=callbacks)
-        except Exception as error:
-            show_callback_alone(error)
-            raise
+        recipe = trainer or resolve_name(self.recipe)
+        _finished(partial(run, recipe, config, callbacks=callbacks))
         return Result(Path(config.ckpt.output_dir).resolve())
 
 
@@ -183,12 +191,7 @@ class Reinforcement(Rewarded[PPOConfig]):
             )
         make_trainer = partial(trainer or own_class, callbacks=callbacks)
         source, run = self._source(config, reward), resolve_name(self.run)
-        try:
-            with stopping.listening():
-                run(config, make_trainer, reward_source=source)
-        except Exception as error:
-            show_callback_alone(error)
-            raise
+        _finished(partial(run, config, make_trainer, reward_source=source))
         return Result(Path(config.ckpt.output_dir).resolve())
 
 
@@ -206,8 +209,7 @@ class Evaluating(Rewarded[EvaluateConfig]):
         """Evaluate by a config, or by settings; return what was measured of each of `models`."""
         config = self._given(config, settings, reward)
         run = resolve_name("openrlhf.trainer.ppo_evaluate:run_evaluation")
-        with stopping.listening():
-            return run(config, reward_source=self._source(config, reward))
+        return _finished(partial(run, config, reward_source=self._source(config, reward)))
 
 
 sft = Supervised(SFTConfig, "openrlhf.trainer.sft_trainer:SFTTrainer")

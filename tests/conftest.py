@@ -6,6 +6,7 @@ import io
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -40,6 +41,8 @@ with suppress(ModuleNotFoundError):  # tests that need a GPU do without
     settings.register_profile("same", derandomize=True)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
+# A shell's background jobs ignore it, and the tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 for name, value in TEST_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 if "HF_DATASETS_CACHE" not in os.environ:

@@ -60,7 +60,7 @@ HOMES = {
     "openrlhf.cli": set(),
     "openrlhf.api": set(),
 }
-LIGHT = {"openrlhf", "typing_extensions"} | set(sys.stdlib_module_names)
+LIGHT = {"openrlhf"} | set(sys.stdlib_module_names)
 
 
 def package_of(name: str) -> str:

@@ -19,7 +19,7 @@ COMMANDS = {
     "ppo-local": ("train_ppo", "the same in the launching process(es), without Ray"),
     "replay": ("replay", "a step of an RL run again, with its loss token by token"),
     "eval": ("evaluate", "pass@1, pass@k and mean reward of models, with intervals"),
-    "check": ("check", "what a command would do, take and stumble over, without it"),
+    "check": ("check", "what a command needs, and all that is wrong with it, without the run"),
     "report": ("report", "curves, samples and settings of runs as a page"),
     "infer": ("batch_inference", "respond to prompts or score responses in bulk"),
     "serve-rm": ("serve_rm", "a reward model behind HTTP"),

@@ -1,12 +1,12 @@
 """Attention over packed rows: sequences laid end to end attend causally, each only to itself.
 
 Registered with transformers as `PACKED_ATTENTION`; boundaries travel as the keyword `packed_row`.
-On CUDA in half precision torch's variable-length kernel does it, elsewhere SDPA, one call for
-neighbours of one length. Where ranks share a row, the queries of each are its two chunks: `ring`
-gathers keys and values of a few heads at a time, in a checkpoint, so that those of one group are
-all that is ever held; `ulysses` exchanges tokens for heads (arXiv 2309.14509). Suffixes: R rows,
-T tokens of a row, B sequences, h query heads, k key heads, D head size, Q queries, S keys or a
-slice, P padded.
+On CUDA in half precision torch's variable-length kernel computes it; elsewhere SDPA does, in one
+call for adjacent sequences of equal length. Where ranks share a row, the queries of each are its
+two chunks: `ring` gathers keys and values of a few heads at a time, in a checkpoint, so that those
+of one group are all that is ever held; `ulysses` exchanges tokens for heads (arXiv 2309.14509).
+Suffixes: R rows, T tokens of a row, B sequences, h query heads, k key heads, D head size,
+Q queries, S keys or a slice, P padded.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ UNSUPPORTED_KWARGS = ("s_aux", "position_bias", "head_mask", "cache")
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """Where the sequences of one row begin and end, on the host and on the device."""
+    """The boundaries of the sequences of one row, on the host and on the device."""
 
     seq_lengths: tuple[int, ...]
     cu_seqlens: Tensor  # (B + 1,) int32
@@ -177,7 +177,9 @@ def can_use_varlen(q_ThD: Tensor, v_TkD: Tensor, options: ScoreOptions) -> bool:
 def sdpa_row_attention(
     q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, row: PackedRow, options: ScoreOptions
 ) -> Tensor:
-    """Return the attention over a row by SDPA; neighbours of one length share a call."""
+    """Return the attention over a row by SDPA, in one call for adjacent sequences of equal
+    length.
+    """
     key_lengths = (row.seq_lengths[0] + row.num_earlier, *row.seq_lengths[1:])
     pairs = list(zip(row.seq_lengths, key_lengths, strict=True))
     runs = [(lengths, len(list(run))) for lengths, run in groupby(pairs)]

@@ -2,11 +2,11 @@
 are read from the file of the one sample that is looked at.
 """
 
+import os
 import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import duckdb
@@ -28,12 +28,6 @@ GROUP_COLUMNS = {
     "reward_max": "max(reward)",
     "num_actions": "avg(num_actions)",
 }
-# What the files lack is null; tokens are left out.
-READ_FILES = """
-    INSERT INTO samples BY NAME SELECT parse_filename(filename) AS file, file_row_number AS number,
-    COLUMNS(lambda name: list_contains(?, name))
-    FROM read_parquet(?, union_by_name=true, filename=true, file_row_number=true)
-"""
 
 
 @dataclass(frozen=True)
@@ -54,53 +48,73 @@ class SampleIndex:
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "rollouts"
-        self._files: dict[str, int] | None = None  # that were read, and their times
+        self._spill = tempfile.TemporaryDirectory(prefix="openrlhf-report-")
         self._lock = threading.Lock()
-        self._db = duckdb.connect(config={"temp_directory": tempfile.gettempdir()})
+        self._known: set[tuple[str, int]] = set()  # files and their times
+        self._found: dict[tuple[object, ...], list[int]] = {}  # by query, in order
+        self._db = duckdb.connect(config={"temp_directory": self._spill.name})
+        columns = "".join(f", {name} {kind}" for name, kind in COLUMNS.items())
+        self._db.execute(f"CREATE TABLE samples (file VARCHAR, number BIGINT{columns})")
 
     def refresh(self) -> None:
-        """Read the files again if they are not those of before."""
+        """Read the files that are new, and forget those that are gone."""
         with self._lock:
-            paths = sorted(self.folder.glob("*step_*.parquet"))
-            files = {path.name: path.stat().st_mtime_ns for path in paths}
-            if files == self._files:
-                return
-            columns = "".join(f", {name} {kind}" for name, kind in COLUMNS.items())
-            self._db.execute(
-                f"CREATE OR REPLACE TABLE samples (file VARCHAR, number BIGINT{columns})"
+            paths = self.folder.glob("*step_*.parquet")
+            now = {(path.name, path.stat().st_mtime_ns) for path in paths}
+            gone, new = (
+                sorted({name for name, _ in part})
+                for part in (self._known - now, now - self._known)
             )
-            try:
-                if paths:
-                    self._db.execute(READ_FILES, [list(COLUMNS), list(map(str, paths))])
-            except duckdb.Error as error:
-                raise ConfigError(
-                    f"the samples in {self.folder} cannot be read: {first_line(error)}. Move the "
-                    "file that is damaged to another folder."
-                ) from error
-            self._db.execute("UPDATE samples SET group_id = row_id WHERE group_id IS NULL")
-            self._files = files
-            # Orders are kept, so that a page turns without a search.
-            self._places = lru_cache(MAX_QUERIES)(self._find)
+            self._db.execute("DELETE FROM samples WHERE list_contains(?, file)", [gone])
+            if new:
+                try:
+                    self._insert(new)
+                except duckdb.Error as error:
+                    raise ConfigError(
+                        f"the samples in {self.folder} cannot be read: {first_line(error)}. Move "
+                        "the file that is damaged to another folder."
+                    ) from error
+            self._known, self._found = now, {}
+
+    def _insert(self, names: Sequence[str]) -> None:
+        paths = [str(self.folder / name) for name in names]
+        source = "read_parquet(?, union_by_name=true, filename=true, file_row_number=true)"
+        described = self._db.execute(f"DESCRIBE SELECT * FROM {source}", [paths]).fetchall()
+        found = {name for name, *_ in described}
+        columns = {name: name if name in found else "NULL" for name in COLUMNS}
+        columns["group_id"] = f"coalesce({columns['group_id']}, {columns['row_id']})"
+        chosen = ", ".join(f"CAST({columns[name]} AS {kind})" for name, kind in COLUMNS.items())
+        self._db.execute(
+            f"INSERT INTO samples SELECT parse_filename(filename), file_row_number, {chosen} "
+            f"FROM {source}",
+            [paths],
+        )
 
     def samples(self, query: Query) -> Row:
         """Return a page of samples and how many there are in all."""
         where, values = _condition(query)
-        names = ("file", "number", *COLUMNS)
-        order = _order(query, names, "file, number")
+        order = _order(query, ("file", "number", *COLUMNS), "file, number")
+        places = self._places(f"{where}{order}", values)
+        start = (query.page - 1) * query.size
+        shown = places[start : start + query.size]
         chosen = ", ".join(
-            f"left({name}, {MAX_PREVIEW}) AS {name}" if name in SEARCHED else name for name in names
+            f"left({name}, {MAX_PREVIEW}) AS {name}" if name in SEARCHED else name
+            for name in ("file", "number", *COLUMNS)
         )
-        places = self._places(f"{where}{order}", *values)
-        start, source = (query.page - 1) * query.size, "samples JOIN (SELECT unnest(?) AS place)"
-        shown = [places[start : start + query.size]]
-        rows = self._rows(f"SELECT {chosen} FROM {source} ON rowid = place{order}", shown)
+        source = "samples JOIN (SELECT unnest(?) AS place) ON rowid = place"
+        rows = self._rows(f"SELECT {chosen} FROM {source}{order}", [shown])
         return {"total": len(places), "rows": rows}
 
-    def _find(self, condition: str, *values: object) -> list[int]:
-        """Return where the samples of a query are, in its order."""
-        sql = f"SELECT rowid FROM samples{condition}"
-        found: list[int] = self._db.cursor().execute(sql, values).fetchnumpy()["rowid"].tolist()
-        return found
+    def _places(self, condition: str, values: Sequence[object]) -> list[int]:
+        """Return where the samples of a query are, in its order; those of the last queries are
+        kept, so that a page turns without a search.
+        """
+        key = (condition, *values)
+        if key not in self._found:
+            sql = f"SELECT rowid FROM samples{condition}"
+            found = self._db.cursor().execute(sql, values).fetchnumpy()["rowid"]
+            self._found = dict(list(self._found.items())[1 - MAX_QUERIES :]) | {key: found.tolist()}
+        return self._found[key]
 
     def groups(self, query: Query) -> Row:
         """Return a page of prompts with what their samples have in common, and how many prompts
@@ -118,14 +132,16 @@ class SampleIndex:
 
     def sample(self, file: str, number: int) -> Row | None:
         """Return one sample with its tokens; None if there is no such file or row."""
-        if file not in (self._files or {}):
+        if file not in {name for name, _ in self._known}:
             return None
         rows = self._rows(
-            "SELECT * EXCLUDE file_row_number FROM read_parquet(?, file_row_number=true) "
-            "WHERE file_row_number = ?",
-            [str(self.folder / file), number],
+            "SELECT * FROM read_parquet(?, file_row_number=true) WHERE file_row_number = ?",
+            [os.fspath(self.folder / file), number],
         )
-        return sample_of(rows[0], file, number) if rows else None
+        for row in rows:
+            del row["file_row_number"]
+            return sample_of(row, file, number)
+        return None
 
     def _rows(self, sql: str, values: Sequence[object]) -> list[Row]:
         """Run a query on a connection of its own: a server has several threads."""

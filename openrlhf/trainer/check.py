@@ -413,10 +413,8 @@ class Plan:
         if ckpt.save_steps > 0:
             states = sum(3 * 4 * shape.num_trained for shape in self.trained.values())
             each = (0 if ckpt.disable_ds else states) + (size if ckpt.save_hf else 0)
-            free, need = (
-                free_bytes(Path(ckpt.path)),
-                (ckpt.max_num + 1) * each,
-            )  # one more at a time
+            free = free_bytes(Path(ckpt.path))
+            need = (ckpt.max_num + 1) * each  # a new one is written before the oldest goes
             told = f"{ckpt.max_num} of {in_words(each)} in {ckpt.path}; {in_words(free)} are free"
             lines["checkpoints"] = told
             if need > free:

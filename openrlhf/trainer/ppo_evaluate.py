@@ -45,7 +45,7 @@ ALL = "all"  # the data source of all samples, where there are several
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of one model.
+    """The measurements of one model.
 
     Example: evaluation.estimates["default"]["pass@1"].interval
     """
