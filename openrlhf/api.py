@@ -30,7 +30,7 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
 from openrlhf.rewards.function import CallableReward
 from openrlhf.utils import stopping
-from openrlhf.utils.callbacks import Callback, show_callback_alone
+from openrlhf.utils.callbacks import Callback, CallbackErrorAlone
 from openrlhf.utils.logging import quiet_frameworks, say_notices
 from openrlhf.utils.snapshots import with_snapshots
 from openrlhf.utils.tracking import METRICS_FILE, read_metrics
@@ -97,18 +97,6 @@ class Method(Generic[ConfigT]):
         return self.config(**settings) if config is None else config
 
 
-def _finished(work: Callable[[], Any]) -> Any:
-    """Return the result of a run; signals end it, and an error in a callback has no frames but the
-    program's.
-    """
-    try:
-        with stopping.listening():
-            return work()
-    except Exception as error:
-        show_callback_alone(error)
-        raise
-
-
 class Supervised(Method[ConfigT]):
     """Supervised training with a recipe."""
 
@@ -130,7 +118,8 @@ class Supervised(Method[ConfigT]):
         config = self._given(config, settings)
         run = resolve_name("openrlhf.trainer.supervised_run:run_supervised")
         recipe = trainer or resolve_name(self.recipe)
-        _finished(partial(run, recipe, config, callbacks=callbacks))
+        with stopping.listening(), CallbackErrorAlone():
+            run(recipe, config, callbacks=callbacks)
         return Result(Path(config.ckpt.output_dir).resolve())
 
 
@@ -191,7 +180,8 @@ class Reinforcement(Rewarded[PPOConfig]):
             )
         make_trainer = partial(trainer or own_class, callbacks=callbacks)
         source, run = self._source(config, reward), resolve_name(self.run)
-        _finished(partial(run, config, make_trainer, reward_source=source))
+        with stopping.listening(), CallbackErrorAlone():
+            run(config, make_trainer, reward_source=source)
         return Result(Path(config.ckpt.output_dir).resolve())
 
 
@@ -209,7 +199,8 @@ class Evaluating(Rewarded[EvaluateConfig]):
         """Evaluate by a config, or by settings; return what was measured of each of `models`."""
         config = self._given(config, settings, reward)
         run = resolve_name("openrlhf.trainer.ppo_evaluate:run_evaluation")
-        return _finished(partial(run, config, reward_source=self._source(config, reward)))
+        with stopping.listening():
+            return run(config, reward_source=self._source(config, reward))
 
 
 sft = Supervised(SFTConfig, "openrlhf.trainer.sft_trainer:SFTTrainer")

@@ -22,9 +22,14 @@ class Callback:
         """Called after a checkpoint, and at the end with the folder of the exported model."""
 
 
-def show_callback_alone(error: BaseException) -> None:
-    """Leave out of a traceback what led to the callback that raised, if one did."""
-    frames = error.__traceback__
-    while frames is not None and not isinstance(frames.tb_frame.f_locals.get("self"), Callback):
-        frames = frames.tb_next
-    error.__traceback__ = frames or error.__traceback__
+class CallbackErrorAlone:
+    """Inside it, the traceback of a callback's error has no frames before the callback's."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        frames = error and error.__traceback__
+        while frames and not isinstance(frames.tb_frame.f_locals.get("self"), Callback):
+            frames = frames.tb_next
+        if error and frames:
+            error.__traceback__ = frames
