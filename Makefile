@@ -68,8 +68,10 @@ layers: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) -m "$(QUICK)" tests/integration tests/trainer tests
 
+# With one thread each: two threads of OpenMP that wait for each other on busy cores are ten times slower.
 test-slow: lm-eval
-	$(PYTEST) -m "slow and not gpu" tests
+	OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -m "slow and not gpu" \
+	    tests/examples tests/integration tests/trainer tests
 
 test-faults: $(STAMP)
 	$(PYTEST) -m "faults and not gpu" tests

@@ -353,19 +353,23 @@ def test_engines_of_other_processes_stream_and_take_weights_under_way(
     trained = load(tiny_model_dir)
     shake(trained, 1)
     transport = WeightTransport("handles", torch.device("cpu"), engines)
-    stream.submit([((0, 4), records[4])], tag="t")
-    transport.send(weights(trained), 1, keep_running=True)
+    for version in range(1, 21):  # until one is sampled meanwhile
+        stream.submit([((version, 4), records[4])], tag="t")
+        transport.send(weights(trained), version, keep_running=True)
+        until(lambda count=4 + version: come() == count)
+        found = [r.weight_versions.tolist() for r in groups[-1].rollouts]
+        assert all(versions == sorted(versions) for versions in found)
+        if any({version - 1, version} == set(versions) for versions in found):
+            break
+    else:
+        pytest.fail("no sample was under way while weights came")
     stream.submit([((0, 5), records[5])], tag="t")
-    until(lambda: come() == 6)
-    samples = {group.key[1]: group.rollouts for group in groups}
-    assert sorted(samples) == list(range(6))
-    versions = [r.weight_versions.tolist() for row in range(6) for r in samples[row]]
-    assert all(found == sorted(found) for found in versions)
-    assert any(found[0] == 0 and found[-1] == 1 for found in versions[8:10])  # sampled meanwhile
-    assert versions[10] == versions[11] == [1] * 300
+    until(lambda: come() == 5 + version)
+    samples = groups[-1].rollouts
+    assert [r.weight_versions.tolist() for r in samples] == [[version] * 300] * 2
     save(trained, tiny_tokenizer, tmp_path / "new")
-    assert largest_gap(tmp_path / "new", samples[5], 1.0) < 1e-3
-    assert stream.take_metrics()["num_generated_tokens"] == 6 * 2 * 300
+    assert largest_gap(tmp_path / "new", samples, 1.0) < 1e-3
+    assert stream.take_metrics()["num_generated_tokens"] == len(groups) * 2 * 300
 
     stream.submit([((1, 0), records[0])], tag="u")  # goes to the first engine: both are idle
     ray.kill(engines[0].handle)
