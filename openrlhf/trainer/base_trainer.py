@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
@@ -35,6 +36,8 @@ from openrlhf.utils.progress import progress
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
 from openrlhf.utils.tracking import NullTracker, Tracker
 
+PHASES = ("data", "forward_backward", "optimizer")  # of a step, in their order
+MAX_NAMED_ROWS = 3
 MAX_BAD_STEPS = 3  # in a row; a step whose gradient is not finite changes nothing and is counted
 
 SampleT = TypeVar("SampleT")
@@ -43,7 +46,7 @@ BatchT = TypeVar("BatchT", bound=Batch)
 
 
 class SampleSet(Protocol[SampleT_co]):
-    """Samples by index, with the number of tokens of each."""
+    """Samples by index, with the number of tokens and the place of each."""
 
     @property
     def lengths(self) -> Tensor:
@@ -52,6 +55,9 @@ class SampleSet(Protocol[SampleT_co]):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> SampleT_co: ...
+
+    def place(self, index: int) -> str:
+        """Return where the row of a sample stands: `rows.jsonl: row 3`."""
 
 
 # What a batch is read from, by row: a set, or the samples of the batch alone.
@@ -207,7 +213,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     def train_step(self, rows: Sequence[int]) -> Metrics:
         """Do one optimizer step over a global batch; return this rank's metrics."""
-        start = time.monotonic()
+        times = [time.monotonic()]
         self.engine.module.train()
         parts = list(self.own_batches(self.samples, rows, self._lengths))
         denominators: dict[str, float] = {}
@@ -215,6 +221,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             for name, number in self.counts(batch).items():
                 denominators[name] = denominators.get(name, 0.0) + number * bool(part)
         denominators = self.strategy.all_reduce_sum(denominators)
+        times.append(time.monotonic())
         denominators |= self.prepare(rows, self.samples)
         metrics = Metrics()
         count = len(parts)
@@ -223,9 +230,13 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
                 loss = self._loss_of(part, batch, denominators, metrics)
                 self.engine.backward(loss, is_last_micro_batch=index == count - 1)
                 advance()
+        times.append(time.monotonic())
         if not self._step(rows, metrics):
             return Metrics()
-        seconds = time.monotonic() - start
+        times.append(time.monotonic())
+        for name, (begin, end) in zip(PHASES, pairwise(times), strict=True):
+            metrics.add(f"timing/{name}", end - begin)
+        seconds = times[-1] - times[0]
         metrics.add("timing/step_total", seconds)
         metrics.add("memory/peak_gib", peak_memory_gib(self.engine.device), reduction="max")
         num_tokens = sum(self._lengths[row] for row in rows)
@@ -299,9 +310,10 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         except NumericsError:
             self.num_bad_steps += 1
             if self.strategy.is_main:
+                places = ", ".join(self.inputs.samples.place(row) for row in rows[:MAX_NAMED_ROWS])
                 warn(
                     f"step {self.global_step + 1} was skipped: its gradient is not finite "
-                    f"(rows {list(rows)[:16]})."
+                    f"({len(rows)} rows, such as {places})."
                 )
             if self.num_bad_steps > MAX_BAD_STEPS:
                 raise

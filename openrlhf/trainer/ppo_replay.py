@@ -222,7 +222,7 @@ def show_tokens(
     )
     owners = torch.arange(len(experience)).repeat_interleave(experience.num_actions).tolist()
     names = [kept.rollouts[owner].sample_id for owner in owners]
-    positions = torch.cat([torch.arange(n) for n in experience.seq_lengths.tolist()])[mask_T]
+    positions = torch.cat([torch.arange(1, n + 1) for n in experience.seq_lengths.tolist()])[mask_T]
     about = {"sample_id": names, "position": positions.numpy(), "token": texts}
     table = pyarrow.table(about | {name: column.numpy() for name, column in columns.items()})
     pyarrow.parquet.write_table(table, kept.folder / TABLE)

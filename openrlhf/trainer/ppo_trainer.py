@@ -125,8 +125,9 @@ class PPOTrainer:
 
     def say_evaluations(self) -> None:
         """Say what was best, and warn of a policy that became worse than its best."""
-        steps, evaluations = self.tracker.records(), self.state.evaluations
-        say_outcome(self.inputs.pass_rate, evaluations, steps, where=self.place_of)
+        steps, found, name = self.tracker.records(), self.state.evaluations, self.inputs.pass_rate
+        others = [rate for rate in [*found, {}][-1] if rate.endswith("_pass1") and rate != name]
+        say_outcome(name, found, steps, where=self.place_of, others=others)
 
     def place_of(self, step: int) -> object:
         """Return where the policy of a step is, as far as it was kept."""

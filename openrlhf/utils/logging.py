@@ -296,7 +296,7 @@ def redirect_framework_logs(
 
     Every call is an attempt with a file of its own. Call it early; a library imported before or
     after it is caught alike. `capture_streams` also points this process' stdout and stderr at the
-    file: for workers, whose native code prints too. Answers the file.
+    file: for workers, whose native code prints too. Return the file.
     """
     path = new_log(run_dir, role)
     quiet_frameworks()

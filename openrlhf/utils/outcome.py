@@ -22,10 +22,11 @@ def say_outcome(
     steps: Sequence[Values],
     *,
     where: Callable[[int], object],
+    others: Sequence[str] = (),
 ) -> None:
     """Compare the first, the best and the last of several evaluations by a metric, or else of the
-    steps of training; warn of a model that became worse than its best. `where` returns where the
-    model of a step is.
+    steps of training; warn of a model that became worse than its best by it or by one of `others`.
+    `where` returns where the model of a step is.
     """
     if name is None or len({values["step"] for values in known(found, name)}) < 2:
         say_best_step(steps)
@@ -37,13 +38,16 @@ def say_outcome(
         f"{with_error(best, name)} (step {step}, {where(step)}), last {with_error(last, name)} "
         f"(step {last['step']:.0f})"
     )
-    if has_fallen(best, last, name):
-        moved = "rose" if is_loss(name) else "fell"
-        warn(
-            f"the model got worse: {label} {moved} from {with_error(best, name)} at step {step} to "
-            f"{with_error(last, name)} at step {last['step']:.0f}, by more than two standard "
-            f"errors. The model of step {step}: {where(step)}."
-        )
+    for judged in (*others, name):
+        _, best, last = noteworthy(found, judged)
+        if has_fallen(best, last, judged):
+            moved, step = "rose" if is_loss(judged) else "fell", int(best["step"])
+            warn(
+                f"the model got worse: {short_name(judged)} {moved} from "
+                f"{with_error(best, judged)} at step {step} to {with_error(last, judged)} at step "
+                f"{last['step']:.0f}, by more than two standard errors. The model of step {step}: "
+                f"{where(step)}."
+            )
 
 
 def say_best_step(records: Sequence[Values]) -> None:

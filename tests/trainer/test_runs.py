@@ -12,8 +12,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from openrlhf import api
 from openrlhf.cli import train_dpo, train_kto, train_prm, train_rm, train_sft
 from openrlhf.models.value_head import reward_mean_and_std
+from openrlhf.trainer.sft_trainer import SFTTrainer
+from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracking import read_metrics
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
@@ -206,3 +209,34 @@ def test_a_judge_of_steps_gives_the_verdicts_that_were_logged(folder: Path) -> N
     assert values_of(folder, "prm", "eval/acc")[-1] == pytest.approx(sum(hits) / len(hits))
     mean = sum(losses) / len(losses)
     assert values_of(folder, "prm", "eval/prm_loss")[-1] == pytest.approx(mean, rel=1e-4)
+
+
+def test_the_seconds_of_a_step_are_those_of_its_phases(folder: Path) -> None:
+    for record in read_metrics(folder / "sft" / "metrics.jsonl"):
+        if "timing/step_total" in record:
+            phases = [record[f"timing/{p}"] for p in ("data", "forward_backward", "optimizer")]
+            assert sum(phases) == pytest.approx(record["timing/step_total"])
+
+
+def test_a_step_whose_gradient_is_not_finite_is_skipped_and_its_rows_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(SFTTrainer):
+        def compute_loss(self, *args: Any) -> tuple[Tensor, Metrics]:
+            loss, metrics = super().compute_loss(*args)
+            return loss * (math.nan if self.global_step == 1 else 1.0), metrics
+
+    result = api.sft(
+        trainer=Broken,
+        pretrain=str(folder / "model"),
+        dataset=str(folder / "train.jsonl"),
+        input_key="input",
+        output_key="chosen",
+        train_batch_size=32,
+        save_path=str(tmp_path / "run"),
+    )
+    assert [record["step"] for record in result.history] == [1, 3, 4, 5, 6]
+    warned = capsys.readouterr().err
+    assert "step 2 was skipped: its gradient is not finite (32 rows, such as " in warned
+    row = int(warned.partition("train.jsonl: row ")[2].partition(",")[0])
+    assert 1 <= row <= len(TRAINED)
