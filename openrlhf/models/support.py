@@ -154,6 +154,16 @@ def _split_problems(config: PretrainedConfig, path: str, ds: DeepSpeedConfig) ->
         )
 
 
+def check_engine_split(config: PretrainedConfig, path: str, num_workers: int) -> None:
+    """Raise ConfigError unless the workers of a vLLM engine can share the heads of a model."""
+    num_heads = getattr(config.get_text_config(), "num_attention_heads", None) or 0
+    if num_heads % num_workers:
+        raise ConfigError(
+            f"--vllm_tensor_parallel_size {num_workers}: {path} has {num_heads} attention heads, "
+            "not a multiple of it. Type a divisor."
+        )
+
+
 def num_experts_per_token(config: PretrainedConfig) -> int:
     """Return the experts that a token is sent to; 0 if the model has none, or does not tell."""
     family = causal_class(config)

@@ -22,7 +22,7 @@ from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.loading import check_value_model, load_config, read_configs
-from openrlhf.models.support import num_positions
+from openrlhf.models.support import check_engine_split, num_positions
 from openrlhf.models.value_head import reward_mean_and_std
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward
@@ -244,6 +244,8 @@ def check_models(
         gathered.attempt(partial(_check_positions, config, name, facts))
     if path in found and has_engines:
         gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
+        num_workers = config.vllm.tensor_parallel_size
+        gathered.attempt(partial(check_engine_split, found[path], path, num_workers))
         if find_spec("vllm"):
             gathered.attempt(partial(check_head_size, found[path], path, instead=INSTEAD_OF_VLLM))
     return found.get(path)

@@ -240,3 +240,16 @@ def test_heads_that_vllm_cannot_compute_are_refused_before_a_run(
     assert stop.value.code == 2
     assert error in capsys.readouterr().err
     assert run(capsys, ppo(pretrain="narrow", vllm_num_engines="0"))[0] == 0
+
+
+def test_heads_that_the_workers_of_an_engine_cannot_share_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, errors = run(capsys, ppo(vllm_num_engines="1", vllm_tensor_parallel_size="3"))
+    assert (code, errors) == (
+        2,
+        [
+            "--vllm_tensor_parallel_size 3: model has 2 attention heads, not a multiple of it. "
+            "Type a divisor."
+        ],
+    )
