@@ -244,7 +244,7 @@ def _watch(
             quiet_s, say_after_s, is_heard = 0.0, SAY_AFTER_S, True
         if not is_heard:
             continue
-        said = f"{who} has not answered for {quiet_s:.0f} s while the other ranks wait for it"
+        said = f"{who} has not responded for {quiet_s:.0f} s while the other ranks wait for it"
         if quiet_s >= deadline_s:
             message = f"{said} (--rank_timeout_s {deadline_s:g})"
             sys.stderr.write(f"error: {message}\n")

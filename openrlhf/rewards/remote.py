@@ -170,7 +170,7 @@ def result_of(answer: httpx.Response, batch: RewardBatch, server: Server) -> Rew
     server.models = server.models or models
     if models and models != server.models:
         raise RewardError(
-            f"{url}: another reward model answers now: {models!s:.{MAX_TEXT_SHOWN}}, before "
+            f"{url}: it has another reward model now: {models!s:.{MAX_TEXT_SHOWN}}, before "
             f"it was {server.models!s:.{MAX_TEXT_SHOWN}}. Serve that one again, or end this run "
             "and begin another: rewards of two models are not comparable."
         )

@@ -91,7 +91,7 @@ class EnginePool:
         try:  # wait_for would lose a cancellation that comes together with the result
             await asyncio.wait([work], timeout=WAIT_S)
             if not work.done():
-                raise EngineError(f"engine {k} did not answer in {WAIT_S:g} s")
+                raise EngineError(f"engine {k} did not respond in {WAIT_S:g} s")
             return work.result()
         finally:
             if not work.done():

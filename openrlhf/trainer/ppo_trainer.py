@@ -386,8 +386,8 @@ class PPOTrainer:
             notice(step_line(global_step, self.num_steps, values, self.clock))
 
     def values_of(self, metrics: Metrics, *, num_steps: int = 1) -> dict[str, float]:
-        """The reduced numbers of one step or several, and what follows from them; times are those
-        of a step.
+        """Return the reduced numbers of one step or several, and what follows from them; times are
+        those of a step.
         """
         values = metrics.values()
         values["tokens_per_s"] = values["num_generated_tokens"] / values["timing/step_total"]

@@ -49,7 +49,7 @@ def spread(items: Sequence[Item], count: int) -> list[Item]:
 
 
 def sample_text(rollout: Rollout) -> str:
-    """Return what was asked and answered, and what came of it."""
+    """Return reward, label, length and end of a sample, its prompt and its response."""
     score = "" if rollout.score is None else f" | score {rollout.score:g}"
     return (
         f"reward {rollout.reward:g}{score} | label {shortened(str(rollout.label))} | "

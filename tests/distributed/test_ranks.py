@@ -62,9 +62,9 @@ def test_a_rank_that_falls_silent_is_named_and_ends_the_run(
 ) -> None:
     assert hearing(monkeypatch, BEAT, deadline_s=0.2) == [3]
     said = capfd.readouterr().err
-    assert "warning: rank 1 of 2 has not answered for 0 s" in said
+    assert "warning: rank 1 of 2 has not responded for 0 s" in said
     waits = "while the other ranks wait for it"
-    assert f"error: rank 1 of 2 has not answered for 0 s {waits} (--rank_timeout_s 0.2)" in said
+    assert f"error: rank 1 of 2 has not responded for 0 s {waits} (--rank_timeout_s 0.2)" in said
 
 
 def test_a_rank_that_cannot_be_heard_ends_nothing(

@@ -50,7 +50,7 @@ def test_a_stopped_process_is_named_and_the_run_ends(
     with pytest.raises(SystemExit) as ended:
         train_ppo_ray.main(argv(FLAGS, **given, train_batch_size="16"))
     said = capsys.readouterr().err
-    named = rf"{who} on node \S+ \(pid {stopped[0].pid}\) has not answered for \d+ s.*"
+    named = rf"{who} on node \S+ \(pid {stopped[0].pid}\) has not responded for \d+ s.*"
     assert ended.value.code == 3 and re.search(f"error: {named} was ended", said), said[-3000:]
     assert re.search(f"warning: {named}; the run ends after 20 s", said), said[-3000:]
     assert not psutil.wait_procs(stopped, timeout=10)[1]
@@ -76,7 +76,7 @@ def test_a_stopped_rank_of_a_launcher_is_named_and_the_run_ends(
             _, alive = psutil.wait_procs(family, timeout=10)
             for left in alive:
                 left.kill()
-    named = rf"rank 1 of 2 on node \S+ \(pid {rank.pid}\) has not answered for \d+ s"
+    named = rf"rank 1 of 2 on node \S+ \(pid {rank.pid}\) has not responded for \d+ s"
     waits = "while the other ranks wait for it"
     assert process.returncode != 0 and not alive
     assert re.search(rf"warning: {named} {waits}; the run ends after 24 s", said), said[-3000:]

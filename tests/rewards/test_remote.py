@@ -175,7 +175,7 @@ def test_another_model_in_the_place_of_the_first_is_an_error_until_the_first_is_
         with pytest.raises(RewardError) as caught:
             source.submit(batch_of(1)).result()
         assert source.submit(batch_of(1)).result().rewards == [1.0]
-    assert f"{server.url}: another reward model answers now: {{'judge': 'bb'}}" in str(caught.value)
+    assert f"{server.url}: it has another reward model now: {{'judge': 'bb'}}" in str(caught.value)
     assert "before it was {'judge': 'aa'}. Serve that one again" in str(caught.value)
 
 

@@ -187,7 +187,7 @@ def test_an_engine_that_hangs_ends_the_stream_at_its_deadline(monkeypatch):
     engine = HeldEngine()
     stream = open_stream([engine])
     submit(stream, [0])
-    with pytest.raises(EngineError, match=r"engine 0 did not answer in 0\.05 s"):
+    with pytest.raises(EngineError, match=r"engine 0 did not respond in 0\.05 s"):
         fetch(stream, 1)
     stream.close()
     assert engine.aborted == ["t/1"]

@@ -40,7 +40,7 @@ def test_a_head_that_left_its_address_behind_is_not_waited_for(last_address, lis
     last_address.write_text(address_of(listener))
     listener.close()
     assert find_cluster(None) is None
-    assert "does not answer" in capsys.readouterr().err
+    assert "does not respond" in capsys.readouterr().err
 
 
 def test_a_head_that_listens_is_joined(last_address, listener):
@@ -61,9 +61,9 @@ def test_the_head_of_another_user_is_not_joined(last_address, listener, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["dead", "nonsense", "auto"])
-def test_an_address_that_was_asked_for_must_answer(last_address, listener, monkeypatch, kind):
+def test_an_address_that_was_asked_for_must_respond(last_address, listener, monkeypatch, kind):
     asked = address_of(listener) if kind == "dead" else kind
     listener.close()
     monkeypatch.setenv("RAY_ADDRESS", asked)
-    with pytest.raises(ConfigError, match=f"RAY_ADDRESS is {asked}, and no Ray cluster answers"):
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS is {asked}, and no Ray cluster responds"):
         find_cluster(asked)

@@ -29,7 +29,7 @@ def test_one_that_does_not_answer_or_stays_at_a_micro_batch_is_quiet():
     expected = "actor rank 0 (pid 7) has not got on for 2 s while updating the policy"
     assert rank.describe() == expected
     rank.hear(None, 20.0)
-    expected = "actor rank 0 (pid 7) has not answered for 22 s while updating the policy"
+    expected = "actor rank 0 (pid 7) has not responded for 22 s while updating the policy"
     assert rank.describe() == expected
 
 
@@ -52,7 +52,7 @@ def test_a_rank_that_waits_for_a_stopped_one_is_not_the_one_that_is_ended(killed
     run = Watch([waiting, stopped, idle])
     run._judge()
     assert killed == ["rank 1"]
-    assert "rank 1 (pid 7) has not answered for 570 s" in str(run.failure)
+    assert "rank 1 (pid 7) has not responded for 570 s" in str(run.failure)
 
 
 def test_a_quiet_one_is_said_after_twenty_seconds_then_after_twice_as_long(killed, capsys):

@@ -108,15 +108,15 @@ def find_cluster(asked: str | None) -> str | None:
     Raise ConfigError if the one asked for does not respond: Ray itself would try for minutes.
     """
     address = _started_by_user() if asked in UNNAMED else asked
-    if address and _answers(address):
+    if address and _responds(address):
         return address
     if asked:
         raise ConfigError(
-            f"RAY_ADDRESS is {asked}, and no Ray cluster answers there. "
+            f"RAY_ADDRESS is {asked}, and no Ray cluster responds there. "
             "Start one, or unset RAY_ADDRESS."
         )
     if address:
-        warn(f"the Ray cluster at {address} does not answer: one is started on this machine.")
+        warn(f"the Ray cluster at {address} does not respond: one is started on this machine.")
     return None
 
 
@@ -133,7 +133,7 @@ def _started_by_user() -> str | None:
     return address if owner == os.getuid() else None
 
 
-def _answers(address: str) -> bool:
+def _responds(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
@@ -181,7 +181,7 @@ def get(reference: Any, who: str, timeout_s: float) -> Any:
             raise named.in_user_code(cause.user_traceback) from cause
         raise OpenRLHFError(f"{who}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.GetTimeoutError as error:
-        raise EngineError(f"{who} did not answer in {timeout_s:.0f} s") from error
+        raise EngineError(f"{who} did not respond in {timeout_s:.0f} s") from error
     except ray.exceptions.RayActorError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise EngineError(f"{who} died: {reason}") from error

@@ -34,7 +34,7 @@ class Watched:
     deadline_flag: str
     last: Health | None = None
     quiet_s: float = 0.0
-    is_answering: bool = True
+    is_responding: bool = True
     say_after_s: float = field(default_factory=lambda: SAY_AFTER_S)
     asked: list[Any] = field(default_factory=list)  # the reference of an open request
     has_bar: bool = False  # whether its work is drawn
@@ -46,7 +46,7 @@ class Watched:
         """Record a response, or that there was none for `seconds`."""
         is_stuck = health is None or (health.work is not None and health == self.last)
         self.quiet_s = self.quiet_s + seconds if is_stuck else 0.0
-        self.is_answering = health is not None
+        self.is_responding = health is not None
         self.last = health or self.last
 
     def draw(self) -> None:
@@ -63,7 +63,7 @@ class Watched:
         """Return who has not got on, for how long, and at what."""
         pid = "" if self.last is None else f" (pid {self.last.pid})"
         work = self.last.work if self.last is not None else None
-        what = "has not got on" if self.is_answering else "has not answered"
+        what = "has not got on" if self.is_responding else "has not responded"
         doing = f" while {work}" if work else ""
         return f"{self.who}{pid} {what} for {self.quiet_s:.0f} s{doing}"
 
@@ -131,8 +131,8 @@ class Watch:
 
     def _kill(self, overdue: Watched) -> None:
         """End a process; of several, one that does not respond, for the others wait for it."""
-        silent = [w for w in self._watched if not w.is_answering and w.quiet_s > 2 * ASK_EVERY_S]
-        culprit = overdue if not overdue.is_answering else next(iter(silent), overdue)
+        silent = [w for w in self._watched if not w.is_responding and w.quiet_s > 2 * ASK_EVERY_S]
+        culprit = overdue if not overdue.is_responding else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
         self.failure = EngineError(f"{culprit.describe()}, and was ended ({limit})")
         ray.kill(culprit.handle)
