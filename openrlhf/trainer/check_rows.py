@@ -13,10 +13,11 @@ import rich.text
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.engines.base import Completion, GenerationRequest
-from openrlhf.errors import RewardError
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rollout.agents.episodes import AgentEpisodes, agent_setup
 from openrlhf.rollout.engine_pool import EnginePool
 from openrlhf.rollout.rollout import RolloutRequest
-from openrlhf.rollout.scoring import SourceScorer
+from openrlhf.rollout.scoring import FailurePolicy, SourceScorer
 from openrlhf.trainer.ppo_setup import RunInputs
 from openrlhf.utils.logging import is_terminal, make_console, notice, warn
 from openrlhf.utils.rollout import Rollout
@@ -25,6 +26,7 @@ from openrlhf.utils.tokenizer import Tokenizer
 
 NUM_ROWS = 2
 NUM_COMPARED = 100  # rows among which a label of another kind is looked for
+EPISODE_S = 30.0  # for an episode of an agent
 WITHOUT_LABEL = ("yes", "no")  # responses to rows without a label
 LEARNT = "bold green"
 MARKS = ("«", "»")  # around what is learnt, where there are no colours
@@ -58,10 +60,10 @@ def try_rewards(config: PPOConfig, inputs: RunInputs) -> list[str]:
     """Print the rewards of the first rows, for the row's label and for another row's as response;
     return what is wrong with the source.
     """
+    if config.train.agent_func_path:
+        return asyncio.run(_try_agent(config, inputs))
     if inputs.reward_source is None:
-        if agent := config.train.agent_func_path:
-            notice(f"\nrewards come from the agent {agent}: they were not tried")
-        elif config.reward.model_paths:
+        if config.reward.model_paths:
             notice("\nrewards come from models, which are not loaded here: they were not tried")
         return []
     near = [inputs.prompts[index] for index in range(min(NUM_COMPARED, len(inputs.prompts)))]
@@ -87,6 +89,32 @@ def try_rewards(config: PPOConfig, inputs: RunInputs) -> list[str]:
     return problems
 
 
+async def _try_agent(config: PPOConfig, inputs: RunInputs) -> list[str]:
+    """Print the rewards of an episode of the first rows, in which every response is the row's
+    label; return what is wrong with the agent.
+    """
+    engine, sampling = _Given([]), replace(inputs.sampling, num_samples=1)
+    setup = agent_setup(config, inputs.tokenizer, vocab_size=inputs.vocab_size)
+    limit_s = min(setup.episode_timeout_s, EPISODE_S)
+    setup = replace(setup, episode_timeout_s=limit_s)
+    agents, problems = AgentEpisodes(setup, [engine], FailurePolicy(step_size=1)), []
+    try:
+        for index in range(min(NUM_ROWS, len(inputs.prompts))):
+            prompt = inputs.prompts[index]
+            engine.completions = _completions(inputs, [_words(prompt.label) or WITHOUT_LABEL[0]])
+            parts = await agents.act(RolloutRequest(prompt, sampling, f"row{index + 1}", index))
+            notice(
+                f"\nreward of an episode of {inputs.prompts.place(index)}, label {prompt.label!r}"
+            )
+            for part in parts:
+                notice(f"  response {shortened(part.response_text)!r}: {part.reward:g}")
+    except (ConfigError, RewardError) as error:
+        problems.append(str(error))
+    finally:
+        await agents.close()
+    return problems
+
+
 class _Given:
     """An engine whose responses are given."""
 
@@ -101,14 +129,19 @@ async def _scored(
     scorer: SourceScorer, inputs: RunInputs, index: int, words: Sequence[str]
 ) -> tuple[list[Rollout], list[Rollout] | RewardError]:
     """Return samples of a prompt with these responses, and the same with their rewards."""
-    tokenizer, ends = inputs.tokenizer, inputs.sampling.stop_token_ids[:1]
-    answers = [(*tokenizer.encode(word, add_special_tokens=False), *ends) for word in words]
-    completions = [Completion(ids, (0.0,) * len(ids), "stop", 0) for ids in answers]
-    engine = EnginePool([_Given(completions)], tokenizer, vocab_size=inputs.vocab_size)
+    completions = _completions(inputs, words)
+    engine = EnginePool([_Given(completions)], inputs.tokenizer, vocab_size=inputs.vocab_size)
     sampling = replace(inputs.sampling, num_samples=len(completions))
     group = await engine.act(RolloutRequest(inputs.prompts[index], sampling, "check", 0))
     [outcome] = await scorer.score([group])
     return group, outcome
+
+
+def _completions(inputs: RunInputs, words: Sequence[str]) -> list[Completion]:
+    """Return responses of these words."""
+    ends = inputs.sampling.stop_token_ids[:1]
+    ids = [(*inputs.tokenizer.encode(word, add_special_tokens=False), *ends) for word in words]
+    return [Completion(each, (0.0,) * len(each), "stop", 0) for each in ids]
 
 
 def _words(label: object) -> str:

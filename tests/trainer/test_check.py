@@ -253,3 +253,33 @@ def test_heads_that_the_workers_of_an_engine_cannot_share_are_refused(
             "Type a divisor."
         ],
     )
+
+
+AGENT = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class AgentInstance(AgentInstanceBase):
+    async def step(self, states, **kwargs):
+        is_right = states["action_text"].startswith(states["label"])
+        return {"rewards": 2.0 * is_right, "environment_feedback": "", "done": DONE}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+
+
+def test_an_agent_plays_two_rows_with_their_labels_as_responses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ppo(agent_func_path="agent.py", label_key="answer", vllm_num_engines="1")
+    words = [word for word in words if word not in ("--remote_rm_url", "reward.py")]
+    Path("agent.py").write_text(AGENT.replace("DONE", "True"))
+    code, out, _ = run(capsys, words)
+    assert code == 0
+    assert "reward of an episode of prompts.jsonl: row 2, label '4'\n  response '4" in out
+    assert out.count("': 2\n") == 2
+    Path("agent.py").write_text(AGENT.replace("DONE", "missing"))
+    code, _, [error] = run(capsys, words)
+    assert code == 2
+    assert "row 1: exception" in error and "name 'missing' is not defined" in error
