@@ -1,6 +1,7 @@
 """Imports point down, siblings are blind to each other, and heavy libraries stay at home."""
 
 import ast
+import graphlib
 import sys
 
 from tests.source import Import, Module, modules
@@ -116,6 +117,19 @@ def test_imports_point_down_and_siblings_are_blind():
         if not is_allowed(module.name, item.name)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_imports_run_in_a_circle():
+    """Those of functions and of TYPE_CHECKING count too."""
+    names = {module.name for module in MODULES}
+    graph = {
+        module.name: {
+            item.name if item.name in names else item.name.rpartition(".")[0]
+            for item in own_imports(module)
+        }
+        for module in MODULES
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError names a circle
 
 
 def test_heavy_libraries_stay_at_home():

@@ -87,7 +87,7 @@ class RewardSource:
         self._thread = LoopThread("rewards")
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Return True if a batch of any size would be begun with at once."""
         return False
 

@@ -181,7 +181,7 @@ class CallableReward(RewardSource):
         self._turn = asyncio.Lock()
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         return not self._turn.locked()
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:

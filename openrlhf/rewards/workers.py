@@ -76,7 +76,7 @@ class FunctionPool(RewardSource):
             raise
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         return not self._idle.empty()
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:

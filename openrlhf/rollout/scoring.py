@@ -31,7 +31,7 @@ class Scorer:
     batch_size: int | None = None
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Return True if a submission of any size would be begun with at once."""
         return False
 
@@ -156,7 +156,7 @@ class GroupScorer:
                 return batch
             batch.append(asked)
             num_samples += len(asked.group)
-        is_busy = self._num_sent > 0 and not scorer.has_room
+        is_busy = self._num_sent > 0 and not scorer.has_capacity
         may_wait = is_busy and self._num_expected > 0
         return [] if may_wait and num_samples < size else batch
 
@@ -202,9 +202,9 @@ class SourceScorer(Scorer):
         self.max_steps = max_steps
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Return False for servers, which take full batches."""
-        return self.source.has_room
+        return self.source.has_capacity
 
     async def score(self, groups: Sequence[Group]) -> list[Outcome]:
         """Return one outcome a group; an error of a batch is that of all its groups."""

@@ -81,7 +81,7 @@ class HeldSource:
     answers: Callable[[RewardBatch], RewardResult] | None = None
     batches: list[list[str]] = field(default_factory=list)
     held: list[tuple[RewardBatch, Future[RewardResult]]] = field(default_factory=list)
-    has_room = False
+    has_capacity = False
 
     async def score(self, batch: RewardBatch) -> RewardResult:
         self.batches.append(list(batch.sample_ids))

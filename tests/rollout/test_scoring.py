@@ -34,7 +34,7 @@ class Source:
 
     answers: Answers
     asked: list[list[str]] = field(default_factory=list)
-    has_room = False
+    has_capacity = False
 
     async def score(self, batch: RewardBatch) -> RewardResult:
         self.asked.append(list(batch.sample_ids))

@@ -13,7 +13,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.trainer.ppo_utils.replay_buffer import (
     num_updates_per_rollout,
     plan_updates,
-    without_idle_samples,
+    without_zero_advantages,
 )
 from openrlhf.utils.rollout import Rollout, sequence_tensors
 
@@ -108,6 +108,6 @@ def test_idle_samples_leave_but_stay_in_the_denominators() -> None:
         Experience.from_rollouts(THREE), advantages=torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, -1.0])
     )
     [[step]] = plan_updates(experience, 1, train_batch_size=3, max_epochs=1, seed=0)
-    busy = without_idle_samples(step)
+    busy = without_zero_advantages(step)
     assert len(busy.experience) == 2
     assert (busy.num_tokens, busy.num_samples) == (6, 3)

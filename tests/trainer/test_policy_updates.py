@@ -312,7 +312,7 @@ def test_leaving_idle_samples_out_changes_nothing(
     advantages[::2] = [torch.zeros_like(a) for a in advantages[::2]]
     experience = replace(experience, advantages=torch.cat(advantages))
     skipped = gradients(actor, experience, 8)
-    monkeypatch.setattr(ppo_actor, "without_idle_samples", lambda step: step)
+    monkeypatch.setattr(ppo_actor, "without_zero_advantages", lambda step: step)
     everything = gradients(actor, experience, 8)
     assert (skipped - everything).norm() / everything.norm() < 1e-5
 

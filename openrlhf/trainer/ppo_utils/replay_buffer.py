@@ -94,7 +94,7 @@ def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs:
     return -(-num_samples // train_batch_size) * max_epochs
 
 
-def without_idle_samples(step: UpdateStep) -> UpdateStep:
+def without_zero_advantages(step: UpdateStep) -> UpdateStep:
     """Leave out samples that cannot move the policy: every advantage exactly zero."""
     experience = step.experience
     assert experience.advantages is not None, "advantages are not known yet"

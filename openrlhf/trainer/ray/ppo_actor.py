@@ -25,7 +25,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import (
     UpdateResult,
     UpdateStep,
-    without_idle_samples,
+    without_zero_advantages,
 )
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.weight_sync import Way, WeightTransport, weight_route
@@ -85,7 +85,7 @@ class PolicyModelActor(TrainedWorker):
         has_kl_loss = self.config.algo.kl.use_loss and any(step.kl_coef > 0 for step in steps)
         # With the coefficient 0 the entropy is a metric, and one of all samples.
         if not (has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0):
-            steps = [without_idle_samples(step) for step in steps]
+            steps = [without_zero_advantages(step) for step in steps]
         result = super().fit(steps, columns)
         self.weight_version += 1
         return result
