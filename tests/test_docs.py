@@ -24,7 +24,6 @@ from openrlhf.utils.tracking import read_metrics
 from openrlhf.utils.user_code import split_name
 from tests.config.test_settings import CONFIGS
 from tests.source import ROOT
-from tests.tiny import write_jsonl
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = DOCUMENTS[0].read_text()
@@ -311,20 +310,17 @@ def check_run_folder(run_dir: Path) -> None:
 def test_the_sft_command_of_the_readme_trains(folder: Path, tiny_model_dir: Path) -> None:
     from openrlhf.cli import train_sft
 
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    rows = write_jsonl(folder / "chats.jsonl", [{"messages": turns * n} for n in (1, 2, 1, 2)])
-    sizes = "--train_batch_size 2 --micro_train_batch_size 1 --max_len 128"
-    names = ["--pretrain", str(tiny_model_dir), "--dataset", str(rows), "--save_path", "run"]
-    train_sft.main([*readme_command("train_sft", folder), *sizes.split(), *names])
+    names = ["--pretrain", str(tiny_model_dir), "--save_path", "run"]
+    train_sft.main([*readme_command("train_sft", folder), "--max_epochs", "2", *names])
     records = read_metrics(folder / "run" / "metrics.jsonl")
-    assert len([r for r in records if "gpt_loss" in r or "loss" in r]) >= 2
+    assert len([record for record in records if "gpt_loss" in record]) == 2
     check_run_folder(folder / "run")
 
 
 def test_the_local_grpo_command_of_the_readme_trains(folder: Path, tiny_model_dir: Path) -> None:
     from openrlhf.cli import train_ppo
 
-    names = ["--pretrain", str(tiny_model_dir), "--save_path", "run", "--seed", "3"]
+    names = ["--pretrain", str(tiny_model_dir), "--save_path", "run", "--seed", "2"]
     command = readme_command("train_ppo", folder)
     problems = folder / "problems.jsonl"  # with answers that a random model gives now and then
     problems.write_text(re.sub(r'"answer": "\d"', '"answer": "e"', problems.read_text()))

@@ -227,10 +227,10 @@ QWEN_7B = Shape(7.6e9, 152_064 * 3584)
 LLAMA_70B, LLAMA_8B = Shape(70.6e9, 128_256 * 8192), Shape(8e9, 128_256 * 4096)
 
 
-def test_the_hybrid_command_of_the_readme_fits_into_80_gb(
+def test_the_hybrid_command_of_the_ppo_page_fits_into_80_gb(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = command_of("README.md", "--reward_pretrain")
+    words = command_of("docs/methods/ppo.md", "--reward_pretrain")
     config, events = run_of(words, folder, monkeypatch)
     roles = {"actor", "ref", "critic", "reward"}
     sums = ledger(events, config, dict.fromkeys(roles, QWEN_7B), roles | {"engine"})
