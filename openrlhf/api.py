@@ -50,7 +50,7 @@ quiet_frameworks()  # they read it when they are imported: at the first run
 class Result:
     """The metrics and the model of a finished run, read from its folder."""
 
-    run_dir: Path
+    run_dir: Path  # the run folder
 
     @property
     def model_path(self) -> Path:

@@ -47,7 +47,7 @@ ALL = "all"  # the data source of all samples, where there are several
 class Evaluation:
     """The measurements of one model.
 
-    Example: evaluation.estimates["default"]["pass@1"].interval
+    Example: `evaluation.estimates["default"]["pass@1"].interval`
     """
 
     name: str  # as it was typed
