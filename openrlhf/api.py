@@ -114,7 +114,7 @@ class Supervised(Method[ConfigT]):
         callbacks: Sequence[Callback] = (),
         **settings: object,
     ) -> Result:
-        """Train by a config, or by settings. `trainer` is a subclass of the method's own."""
+        """Train with a config, or with settings. `trainer` is a subclass of the method's own."""
         config = self._given(config, settings)
         run = resolve_name("openrlhf.trainer.supervised_run:run_supervised")
         recipe = trainer or resolve_name(self.recipe)
@@ -168,8 +168,9 @@ class Reinforcement(Rewarded[PPOConfig]):
         callbacks: Sequence[Callback] = (),
         **settings: object,
     ) -> Result:
-        """Train by a config, or by settings. `trainer` is a subclass of PPOTrainer, or of
-        PPOTrainerAsync with `async_train`.
+        """Train with a config, or with settings. `trainer` is a subclass of PPOTrainer, or of
+        PPOTrainerAsync with `async_train`; `reward` is a function in a form of
+        docs/reward-functions.md, or several.
         """
         config = self._given(config, settings, reward)
         own_class = resolve_name("openrlhf.trainer.ppo_run:trainer_class")(config)
@@ -196,7 +197,7 @@ class Evaluating(Rewarded[EvaluateConfig]):
         reward: Reward | None = None,
         **settings: object,
     ) -> "list[Evaluation]":
-        """Evaluate by a config, or by settings; return what was measured of each of `models`."""
+        """Evaluate with a config, or with settings; return the measurements of each of `models`."""
         config = self._given(config, settings, reward)
         run = resolve_name("openrlhf.trainer.ppo_evaluate:run_evaluation")
         with stopping.listening():

@@ -53,7 +53,7 @@ class Completion:
     token_ids: tuple[int, ...]  # A ids
     logprobs: tuple[float, ...]  # A log-probs at the sampling temperature, before top-p
     finish_reason: str  # "stop" or "length"
-    weight_version: int  # of the last token
+    weight_version: int  # weights that sampled the last token
     # (index of the first token, version), where weights changed while it was sampled; else empty
     version_starts: tuple[tuple[int, int], ...] = ()
 
@@ -86,7 +86,7 @@ class RolloutEngine(Protocol):
 
     @property
     def who(self) -> str:
-        """Return the engine in the words of an error."""
+        """Return the name of the engine, as errors print it."""
 
     async def sample(self, request: GenerationRequest) -> list[Completion]:
         """Return the completions of a request; raises EngineError.

@@ -83,7 +83,7 @@ def num_updates(config: SupervisedConfig, num_samples: int) -> int:
 class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     """Trains one model on samples; a recipe gives samples, model and loss."""
 
-    name: ClassVar[str]  # of the command
+    name: ClassVar[str]  # name of the command
     judged_by: ClassVar[str] = "loss"  # metric by which evaluations are compared
 
     def __init__(self, config: Any, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:

@@ -34,12 +34,12 @@ class Metrics:
     def add(
         self, name: str, value: float, *, weight: float = 1.0, reduction: Reduction = "mean"
     ) -> None:
-        """Note one value; `weight` counts only for means (say, the tokens it is a mean of)."""
+        """Add one value; `weight` counts only for means (say, the tokens it is a mean of)."""
         total = value * weight if reduction == "mean" else value
         self._absorb(name, float(total), float(weight), reduction)
 
     def merge(self, other: "Metrics") -> "Metrics":
-        """Fold another set in; return self."""
+        """Merge another set into this one; return this one."""
         for name, cell in other.cells.items():
             self._absorb(name, *cell)
         return self
