@@ -20,7 +20,7 @@ from openrlhf.utils.logging import warn
 from openrlhf.utils.progress import Advance, progress
 
 ASK_EVERY_S = 2.0
-CLOSE_S = 10.0
+WAIT_S = 10.0  # at the beginning and at the end
 SAY_AFTER_S = 20.0  # then after twice as long, and so on
 
 
@@ -78,6 +78,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> None:
+        """Hear all of them once, so that the process of one that is stopped later is known."""
+        self._ask_all(0.0)
+        asked = [reference for watched in self._watched for reference in watched.asked]
+        ray.wait(asked, num_returns=len(asked), timeout=WAIT_S)
+        self._ask_all(0.0)
         self._thread.start()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -85,7 +90,7 @@ class Watch:
         ending a process that did not get on is raised as that.
         """
         self._is_closed.set()
-        self._thread.join(CLOSE_S)
+        self._thread.join(WAIT_S)
         if self.failure is not None and isinstance(error, OpenRLHFError):
             raise self.failure from error
 
