@@ -7,6 +7,8 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -105,6 +107,27 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documents as a site, built with strict links."""
+    path = tmp_path_factory.mktemp("site")
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(path)]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return path
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[object]:
+    """Headless Chromium, a `tests.browser.Browser`."""
+    from tests.browser import Browser
+
+    browser = Browser()
+    yield browser
+    browser.driver.quit()
 
 
 @pytest.fixture

@@ -1,81 +1,26 @@
-"""The report in headless Chromium, as a person uses it."""
+"""The report in headless Chromium, as a person uses it.
 
-import json
-import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator
+OPENRLHF_SCREENSHOTS names a folder for a picture of each view.
+"""
+
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from openrlhf.report.report import write_report
-from openrlhf.report.server import make_app
+from tests.browser import NEEDS_CHROMIUM, Browser
+from tests.report.large_run import served, write_large_run
 from tests.report.run_folders import ATTACK, make_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (CHROMIUM and DRIVER), reason="needs apt-get install chromium chromium-driver"
-    ),
-]
+pytestmark = NEEDS_CHROMIUM
 VIEWS = ("overview", "curves", "time", "samples", "settings")
 
 
-class Browser:
-    """Chromium, with what it asked of the network and what it complained of."""
-
-    def __init__(self) -> None:
-        from selenium import webdriver
-
-        options = webdriver.ChromeOptions()
-        options.binary_location = str(CHROMIUM)
-        for word in ("--headless=new", "--no-sandbox", "--window-size=1400,1000"):
-            options.add_argument(word)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        self.driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-
-    def open(self, url: str, view: str) -> None:
-        self.driver.get("about:blank")
-        self.driver.get_log("performance")
-        self.driver.get(f"{url}#{view}")
-
-    def run(self, script: str) -> object:
-        return self.driver.execute_script(script)
-
-    def texts(self, selector: str) -> list[str]:
-        script = "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText)"
-        return self.driver.execute_script(script, selector)
-
-    def click(self, selector: str, place: int = 0) -> None:
-        self.driver.execute_script(
-            "document.querySelectorAll(arguments[0])[arguments[1]].click()", selector, place
-        )
-
-    def wait(self, is_so: Callable[[], object]) -> None:
-        end = time.monotonic() + 10
-        while not is_so():
-            assert time.monotonic() < end, "the page does not come to this"
-            time.sleep(0.02)
-
-    def complaints(self) -> list[str]:
-        return [entry["message"] for entry in self.driver.get_log("browser")]
-
-    def requests(self) -> set[str]:
-        """The addresses that were asked for since the page was opened."""
-        entries = (json.loads(e["message"])["message"] for e in self.driver.get_log("performance"))
-        sent = (e["params"] for e in entries if e["method"] == "Network.requestWillBeSent")
-        return {params["request"]["url"].partition("?")[0].partition("#")[0] for params in sent}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    browser = Browser()
-    yield browser
-    browser.driver.quit()
+def picture(browser: Browser, name: str) -> None:
+    if folder := os.environ.get("OPENRLHF_SCREENSHOTS"):
+        browser.picture(Path(folder) / f"report_{name}.png")
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +39,8 @@ def url(runs) -> str:
 @pytest.fixture(scope="module")
 def address(runs) -> Iterator[str]:
     """The same runs behind a server."""
-    server = uvicorn.Server(uvicorn.Config(make_app(runs), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    server.should_exit = True
-    thread.join()
+    with served(runs) as address:
+        yield address
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -119,6 +58,7 @@ def test_each_view_draws_without_a_complaint_or_a_request(browser, url, view):
     assert browser.texts("section:not([hidden])")[0].strip()
     assert browser.complaints() == []
     assert browser.requests() == {url}
+    picture(browser, view)
 
 
 def choose(browser: Browser, name: str, value: str) -> None:
@@ -141,8 +81,10 @@ def test_a_click_leads_from_step_to_prompt_to_sample_to_token(browser, url, addr
     browser.wait(lambda: cells(browser, "prompt") == ["0+1=", "1+1=", "2+1="])
     browser.click("#table .tabulator-row", 2)
     browser.wait(lambda: cells(browser, "reward") == ["2", "2.25"])
+    picture(browser, f"group_{place}")
     browser.click("#table .tabulator-row", 1)
     browser.wait(lambda: browser.texts("#tokens span"))
+    picture(browser, f"sample_{place}")
     # Texts of a model are text: no element, no script, no new title.
     assert browser.texts("#tokens span")[2] == ATTACK
     assert ATTACK in browser.texts("#sample td")
@@ -152,6 +94,7 @@ def test_a_click_leads_from_step_to_prompt_to_sample_to_token(browser, url, addr
 
 def colours(browser: Browser, name: str) -> list[str]:
     browser.click(f"#colours [value={name}]")
+    picture(browser, f"tokens_{name}")
     return browser.run(
         "return [...document.querySelectorAll('#tokens span')].map(e => e.style.backgroundColor)"
     )
@@ -209,3 +152,24 @@ def test_a_served_page_asks_its_own_server_only(browser, address):
     browser.open(address, "samples")
     browser.wait(lambda: len(cells(browser, "prompt")) == 3)
     assert browser.requests() == {address, address + "groups"}
+
+
+def test_a_hundred_thousand_samples_are_paged_through(browser, tmp_path):
+    with served([write_large_run(tmp_path)]) as address:
+        browser.open(address, "samples")
+        choose(browser, "file", "")
+        browser.wait(
+            lambda: browser.texts(".tabulator-page-counter") == ["Showing 1-20 of 12500 rows"]
+        )
+        first = cells(browser, "prompt")
+        browser.run("return table.nextPage()")
+        browser.wait(
+            lambda: len(cells(browser, "prompt")) == 20 and first != cells(browser, "prompt")
+        )
+        choose(browser, "view", "samples")
+        browser.wait(lambda: "of 100000 rows" in "".join(browser.texts(".tabulator-page-counter")))
+        picture(browser, "large")
+        browser.click("#table .tabulator-row", 1)
+        browser.wait(lambda: browser.texts("#tokens span"))
+        picture(browser, "large_sample")
+        assert browser.complaints() == []

@@ -18,9 +18,11 @@ function element(tag, text, parent, className) {
 
 // ---- charts
 
+const LAST_STEP = Math.max(...data.runs.map((run) => run.last_step));
 const LAYOUT = {
   height: 260, margin: { l: 50, r: 15, t: 10, b: 35 }, font: { size: 11 }, hovermode: "x unified",
-  legend: { orientation: "h", y: -0.22, yanchor: "top" }, xaxis: { title: { text: "step", standoff: 4 } },
+  legend: { orientation: "h", y: -0.22, yanchor: "top" },
+  xaxis: { title: { text: "step", standoff: 4 }, dtick: LAST_STEP < 10 ? 1 : undefined }, // no half steps
   yaxis: { exponentformat: "e" },
 };
 
@@ -78,7 +80,7 @@ function drawHints() {
     text: run.hints.map(([, text]) => escaped(text.length > 90 ? text.slice(0, 90) + "…" : text)), hoverinfo: "x+text",
     marker: { symbol: "diamond", size: 10, color: COLOURS[index % COLOURS.length] },
   }));
-  const steps = [-0.5, Math.max(...data.runs.map((run) => run.last_step)) + 0.5];
+  const steps = [-0.5, LAST_STEP + 0.5];
   const layout = {
     height: 90 + 25 * data.runs.length, showlegend: false, hovermode: "closest", yaxis: { automargin: true },
     xaxis: { ...LAYOUT.xaxis, range: steps },
@@ -156,7 +158,7 @@ const VIEWS = {
   ],
   samples: [
     { title: "prompt", field: "prompt", ...TEXT }, { title: "response", field: "response", ...TEXT }, { title: "label", field: "label" },
-    { title: "reward", field: "reward", ...NUMBER }, { title: "advantage", field: "advantage", ...NUMBER },
+    { title: "reward", field: "reward", ...NUMBER }, { title: "advantage", field: "advantage", ...NUMBER, minWidth: 125 },
     { title: "length", field: "num_actions", ...NUMBER }, { title: "end", field: "finish_reason" },
     { title: "source", field: "datasource" },
   ],
