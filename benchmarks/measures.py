@@ -57,7 +57,7 @@ def _plain_llm(work: w.Workload) -> object:
         enforce_eager=True,
         skip_tokenizer_init=True,
         distributed_executor_backend="uni",
-        max_model_len=w.PROMPT_TOKENS + work.max_new_tokens,
+        max_model_len=max(w.PROMPT_TOKENS) + work.max_new_tokens,
         kv_cache_memory_bytes=1 << 30,
     )
 
@@ -97,7 +97,7 @@ def generate_vllm(work: w.Workload) -> Measurement:
         {
             "model": str(work.model),
             "dtype": "float32",
-            "max_model_len": w.PROMPT_TOKENS + work.max_new_tokens,
+            "max_model_len": max(w.PROMPT_TOKENS) + work.max_new_tokens,
             "max_num_seqs": 256,
             "enable_prefix_caching": True,
         }
@@ -119,28 +119,27 @@ def generate_hf(work: w.Workload) -> Measurement:
 
 
 def train_bare(work: w.Workload) -> Measurement:
-    """Forward, backward and AdamW in plain torch and transformers: the whole batch in micro-batches
-    of 32 rows.
+    """Forward, backward and AdamW in plain torch and transformers: the samples of a prompt, which
+    are of one length, in a micro-batch.
     """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    rows = w.packed_sequences(work.num_completions, w.PROMPT_TOKENS + work.max_new_tokens)
+    groups, n = w.groups_to_train_on(work), work.max_new_tokens
 
     def step() -> None:
-        for part in rows.split(32):
-            logits = model(input_ids=part, use_cache=False).logits[:, w.PROMPT_TOKENS - 1 : -1]
-            targets = part[:, w.PROMPT_TOKENS :]
+        for rows in groups:
+            logits = model(input_ids=rows, use_cache=False).logits[:, -n - 1 : -1]
             loss = torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), targets.flatten(), reduction="sum"
+                logits.float().flatten(0, 1), rows[:, -n:].flatten(), reduction="sum"
             )
-            (loss / targets.numel()).backward()
+            (loss / (work.num_completions * n)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    return {"seconds": seconds(step), "tokens": rows.numel()}
+    return {"seconds": seconds(step), "tokens": sum(rows.numel() for rows in groups)}
 
 
 def _policy(work: w.Workload, folder: Path, *, zero_stage: int = 2) -> object:
@@ -180,11 +179,10 @@ def _experience(work: w.Workload) -> object:
     from openrlhf.trainer.ppo_utils.experience import Experience
     from openrlhf.utils.rollout import Rollout, sequence_tensors
 
-    rollouts = []
-    length = w.PROMPT_TOKENS + work.max_new_tokens
-    for i, row in enumerate(w.packed_sequences(work.num_completions, length).tolist()):
-        token_ids, mask = sequence_tensors(row[: w.PROMPT_TOKENS], row[w.PROMPT_TOKENS :])
-        n = work.max_new_tokens
+    rollouts, n = [], work.max_new_tokens
+    rows = [row for group in w.groups_to_train_on(work) for row in group.tolist()]
+    for i, row in enumerate(rows):
+        token_ids, mask = sequence_tensors(row[:-n], row[-n:])
         rollouts.append(
             Rollout(
                 sample_id=str(i),

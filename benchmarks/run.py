@@ -128,7 +128,8 @@ def run(bench: Bench) -> None:
 def compare_with_parts(bench: Bench, max_new_tokens: int) -> None:
     """Generation, training and the whole step on Ray against vLLM and torch by themselves."""
     generated = COMPLETIONS_A_STEP * max_new_tokens
-    trained_on = COMPLETIONS_A_STEP * (w.PROMPT_TOKENS + max_new_tokens)
+    work = w.Workload(bench.folder, max_new_tokens)
+    trained_on = sum(rows.numel() for rows in w.groups_to_train_on(work))
     engine, plain = bench.both("generate_vllm", "generate_plain", max_new_tokens)
     detail = f"{generated / engine:.0f} against {generated / plain:.0f} tokens/s"
     what = f"generation: our vLLM engine / vllm.LLM, {max_new_tokens} tokens"

@@ -14,7 +14,7 @@ from tests.tiny import make_model
 VOCAB_SIZE = 2048
 NUM_PROMPTS = 16
 NUM_SAMPLES = 8  # of a prompt
-PROMPT_TOKENS = 16
+PROMPT_TOKENS = (16, 44)  # the least and the most of a prompt
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,13 @@ def make_workload(folder: Path, *, max_new_tokens: int = 64, hidden_size: int = 
 
 
 def prompt_token_ids() -> list[list[int]]:
-    """Random prompts of equal length: tokens of one ASCII character each, so that the prompts as
+    """Random prompts of several lengths: tokens of one ASCII character each, so that the prompts as
     text are the same tokens.
     """
     generator = torch.Generator().manual_seed(0)
-    shape = (NUM_PROMPTS, PROMPT_TOKENS)
-    return torch.randint(10, 100, shape, generator=generator).tolist()
+    least, most = PROMPT_TOKENS
+    lengths = torch.randint(least, most + 1, (NUM_PROMPTS,), generator=generator).tolist()
+    return [torch.randint(10, 100, (n,), generator=generator).tolist() for n in lengths]
 
 
 def prompt_texts(model: Path) -> list[str]:
@@ -65,10 +66,20 @@ def prompt_texts(model: Path) -> list[str]:
     return texts
 
 
-def packed_sequences(num_sequences: int, length: int) -> torch.Tensor:
-    """Training tokens, (num_sequences, length) int64."""
+def groups_to_train_on(work: Workload) -> list[torch.Tensor]:
+    """Samples of each prompt with random responses, (NUM_SAMPLES, prompt + response) int64."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(10, VOCAB_SIZE, (num_sequences, length), generator=generator)
+    shape = (NUM_SAMPLES, work.max_new_tokens)
+    return [
+        torch.cat(
+            [
+                torch.tensor([prompt] * NUM_SAMPLES),
+                torch.randint(10, VOCAB_SIZE, shape, generator=generator),
+            ],
+            dim=1,
+        )
+        for prompt in prompt_token_ids()
+    ]
 
 
 def write_prompts(folder: Path, *, num_steps: int, model: Path) -> Path:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from openrlhf.engines import vllm_cpu
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings, WeightBucket
 from openrlhf.errors import ConfigError, EngineError, WeightSyncError, first_line
-from openrlhf.utils.threads import telling
+from openrlhf.utils.threads import release_cores, telling
 
 Answer = TypeVar("Answer")
 
@@ -251,6 +251,8 @@ class VLLMEngine:
         if self.is_busy and not self._is_stepping:
             self._is_stepping = True
             self._thread.submit(self._step)
+        elif not self._waiting:
+            release_cores()
 
     def _step(self) -> None:
         """Do one forward pass and hand out what it finished, unless a command has paused."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
+from openrlhf.utils.threads import release_cores
 
 Pending = Callable[[], list[Any]]
 Forward = Callable[[Experience], Callable[[], Tensor]]  # `start_forward` of a group's method
@@ -31,6 +32,7 @@ class WorkerGroup:
         """
         [share] = shares
         results = [self.worker.run(method.__name__, *share)]
+        release_cores()  # the next phase may run in another thread
         return lambda: results
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
