@@ -103,9 +103,9 @@ def test_too_large_a_demand_is_a_table_at_once() -> None:
         assert role in demand_table(found, NODE)
 
 
-def test_threads_of_a_process_are_the_cores_of_its_node_over_the_processes_on_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> ClusterView:
+    """A cluster of two nodes, two GPUs and one, in which everything is placed at once."""
     cores = {"large": 192.0, "small": 24.0}
     bundles = {"bundles_to_node_id": {0: "large", 1: "large", 2: "small"}}
     placed = SimpleNamespace(wait=lambda seconds: True)
@@ -113,13 +113,31 @@ def test_threads_of_a_process_are_the_cores_of_its_node_over_the_processes_on_it
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     monkeypatch.setattr(placement, "placement_group", lambda *_, **options: placed)
     monkeypatch.setattr(placement, "placement_group_table", lambda _: bundles)
-    both = [RoleDemand("actor", 3, "all"), RoleDemand("vllm", 1, "all", bundles_per_rank=2)]
-    view = ClusterView(num_gpus=3, num_cpus=216, max_gpus_per_node=2)
+    return ClusterView(num_gpus=3, num_cpus=216, max_gpus_per_node=2)
+
+
+BOTH = [RoleDemand("actor", 3, "all"), RoleDemand("vllm", 1, "all", bundles_per_rank=2)]
+
+
+def test_threads_of_a_process_are_the_cores_of_its_node_over_the_processes_on_it(
+    three_gpus: ClusterView,
+) -> None:
     for num_roles_at_once, expected in ((1, [96, 96, 24]), (2, [48, 48, 12])):
-        slots, _ = placement.place(both, view, num_roles_at_once=num_roles_at_once)
+        slots, _ = placement.place(BOTH, three_gpus, num_roles_at_once=num_roles_at_once)
         for role, of_role in (("actor", expected), ("vllm", expected[:1])):
             found = [slot["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for slot in slots[role]]
             assert found == list(map(str, of_role))
+
+
+def test_a_tensor_parallel_engine_leads_workers_on_shares_of_its_gpus(
+    three_gpus: ClusterView,
+) -> None:
+    slots, _ = placement.place(BOTH, three_gpus, num_roles_at_once=1)
+    [engine], share = slots["vllm"], slots["actor"][0]["num_gpus"]
+    told = engine["runtime_env"]["env_vars"]
+    assert (engine["num_gpus"], told["VLLM_RAY_BUNDLE_INDICES"]) == (0, "0,1")
+    # All roles of a GPU together ask for no more than that GPU.
+    assert 0 < 2 * float(told["VLLM_RAY_PER_WORKER_GPUS"]) == 2 * share <= 1
 
 
 class FakeSleeper:
