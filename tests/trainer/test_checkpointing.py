@@ -141,7 +141,7 @@ def metrics_of(folder: Path) -> list[dict]:
         {
             k: v
             for k, v in r.items()
-            if k not in ("time", "timing/step_total", "tokens_per_s", "memory/peak_gib")
+            if k not in ("time", "tokens_per_s", "memory/peak_gib") and "timing/" not in k
         }
         for r in records
     ]
