@@ -135,7 +135,8 @@ def compare_with_parts(bench: Bench, max_new_tokens: int) -> None:
     what = f"generation: our vLLM engine / vllm.LLM, {max_new_tokens} tokens"
     bench.say(what, plain / engine, 0.95, detail, at_most=False)
 
-    update, bare = bench.both("train_policy", "train_bare", max_new_tokens)
+    rounds = [measure("training", bench.folder, max_new_tokens) for _ in range(bench.rounds)]
+    update, bare = (statistics.median(r[side] for r in rounds) for side in ("seconds", "bare"))
     detail = f"{trained_on / update:.0f} against {trained_on / bare:.0f} tokens/s"
     what = f"training: our update / bare loop, {max_new_tokens} tokens"
     bench.say(what, bare / update, 0.95, detail, at_most=False)

@@ -62,11 +62,15 @@ class Gathered:
         try:
             return read()
         except ConfigError as error:
-            first, *others = error.problems
-            is_said = not others and first in self.problems
-            self.problems += [] if is_said else [about + first, *others]
-            self.user_tracebacks += filter(None, [error.user_traceback])
+            self.note(error, about=about)
         return None
+
+    def note(self, error: OpenRLHFError, *, about: str = "") -> None:
+        """Note the problems of an error."""
+        first, *others = str(error).splitlines()
+        is_said = not others and first in self.problems
+        self.problems += [] if is_said else [about + first, *others]
+        self.user_tracebacks += filter(None, [error.user_traceback])
 
     def raise_if_any(self) -> None:
         """Raise DataError with everything that was noted."""

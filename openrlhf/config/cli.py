@@ -29,7 +29,7 @@ from openrlhf.config.base import (
     walk,
     with_value,
 )
-from openrlhf.config.local_paths import LISTS, OUTPUTS
+from openrlhf.config.local_paths import LISTS
 from openrlhf.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
@@ -285,7 +285,7 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
     if option.members:
         return tuple(part for word in words for part in word.split(",") if part)
     if option.opens == "runs":
-        return ",".join(words)
+        return ",".join(map(os.path.expanduser, words))
     if len(words) > 1:
         seen = "***" if option.secret_env else " ".join(words)
         raise ConfigError(
@@ -296,8 +296,9 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
         return bare if plain == "true" else None
     if option.is_whole and re.fullmatch(r"-?[\d.]+(e\+?\d+)?", plain) and float(word).is_integer():
         return int(float(word))  # `1e8`, and `3` of a `Literal`
-    # No shell has seen the `~` of a place to write to in a file or in quotes.
-    return os.path.expanduser(word) if option.opens in OUTPUTS else word
+    if option.opens:  # no shell has seen the `~` in a file, in quotes or behind a comma
+        return ",".join(map(os.path.expanduser, word.split(",")))
+    return word
 
 
 def _translated(source: str, words: Sequence[str], targets: Targets) -> dict[str, Any]:

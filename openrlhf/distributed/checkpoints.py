@@ -159,6 +159,12 @@ class CheckpointStore:
         matches = [_NAME.fullmatch(path.name) for path in paths if path.is_dir()]
         return sorted({int(match[1]) for match in matches if match})
 
+    def run_dir(self) -> str | None:
+        """Return the run folder that the latest states note; None without any."""
+        files = [self.folders(step)[0] / STATE for step in reversed(self.steps())]
+        states = filter(None, map(folders.read_json, files))
+        return next((state.get("run_dir") for state in states), None)
+
     def num_bytes(self, step: int) -> int:
         """Return the size of what is kept of a step."""
         return sum(map(folders.num_bytes, self.kept(step)))
@@ -234,6 +240,10 @@ class RunCheckpoints:
         config = self.config
         return config.save_steps > 0 and (config.save_hf or not config.disable_ds)
 
+    def find(self, step: int) -> Path | None:
+        """Return where a step is kept, unless what lies in the root is not this run's."""
+        return self.store.find(step) if self.config.uses_root else None
+
     def is_done(self, run_dir: Path, *, is_at_end: bool) -> bool:
         """Return True if nothing is left to do: the checkpoint `is_at_end`, and the model of its
         step was exported to `run_dir`. A run folder that is written to again is not done.
@@ -281,6 +291,7 @@ class RunCheckpoints:
         has_states = not self.config.disable_ds
         writes = (write if has_states else None, export if self.config.save_hf else None, None)
         notes = {**state, "data": asdict(self.data), "settings": self.settings}
+        notes["run_dir"] = str(Path(self.config.output_dir).resolve())
         error = self._keep(step, writes, notes if has_states else None)
         self.num_failed = 0 if error is None else self.num_failed + 1
         if error is not None:

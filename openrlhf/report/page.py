@@ -36,6 +36,7 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel], *, is_served: bool) 
             facts=table([run.facts() for run in runs]),
             results=table([results(run) for run in runs]),
             hints=[(run.name, *hint) for run in runs for hint in run.hints],
+            has_steps=any(run.records for run in runs),
             settings=table([run.settings for run in runs]),
             data=data,
             scripts=scripts,

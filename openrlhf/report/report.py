@@ -1,11 +1,12 @@
 """Writes `report.html` and `curves.png`: for `openrlhf report`, and at the end of each run."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from openrlhf.errors import first_line
+from openrlhf.errors import ConfigError, first_line
 from openrlhf.report.run_folder import CONFIG_FILE, Run, read_runs
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.threads import start_thread
@@ -27,10 +28,15 @@ def write_report(run_dirs: Sequence[Path], output_path: Path) -> list[Run]:
 
     runs = read_runs(run_dirs)
     panels = make_panels(runs)
-    unfinished = output_path.with_suffix(".partial")
-    unfinished.write_text(make_page(runs, panels, is_served=False), encoding="utf-8")
-    unfinished.replace(output_path)
-    draw_curves(panels, output_path.with_name(PICTURE_FILE))
+    page, unfinished = make_page(runs, panels, is_served=False), output_path.with_suffix(".partial")
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        unfinished.replace(output_path)
+        draw_curves(panels, output_path.with_name(PICTURE_FILE))
+    except OSError as error:
+        raise ConfigError(
+            f"{output_path} cannot be written ({error.strerror}). Type --output FILE."
+        ) from error
     return runs
 
 
@@ -64,7 +70,7 @@ def report_or_warn(run_dirs: Sequence[Path], path: Path) -> None:
     thread = start_thread("report", write, failures.append)
     thread.join(TIMEOUT_S)
     if failures or thread.is_alive():
-        folders = " ".join(map(str, run_dirs))
+        folders = shlex.join(map(str, run_dirs))
         reason = first_line(failures[0]) if failures else f"not done within {TIMEOUT_S:g} s"
         warn(f"{path} was not written ({reason}). Type: openrlhf report {folders}")
     else:

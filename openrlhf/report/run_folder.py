@@ -76,12 +76,15 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read run folders; raise ConfigError with a line for each that is none."""
+    """Read run folders, or folders of them, as an evaluation of several models writes; raise
+    ConfigError with a line for each that is none.
+    """
+    paths = [run for path in paths for run in _runs_in(path)]
     wrong = [
         f"{path} is no run folder: it has no {METRICS_FILE}. Type a folder that a run wrote, the "
         "one named by --save_path."
         for path in paths
-        if not (path / METRICS_FILE).exists() and not (path / CONFIG_FILE).exists()
+        if not _is_run(path)
     ]
     if wrong:
         raise ConfigError(wrong)
@@ -90,6 +93,16 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         Run(name, path, _records(path), _settings(path))
         for name, path in zip(short_names(paths), paths, strict=True)
     ]
+
+
+def _is_run(path: Path) -> bool:
+    return (path / METRICS_FILE).exists() or (path / CONFIG_FILE).exists()
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Return the runs in a folder that is none itself; else the folder."""
+    inside = [] if _is_run(path) else sorted(path.glob(f"*/{METRICS_FILE}"))
+    return [file.parent for file in inside] or [path]
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow.parquet
 
+from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.samples import spread
 
 Row = dict[str, Any]
@@ -63,7 +64,10 @@ def step_files(run_dir: Path) -> list[StepFile]:
     for path in sorted((run_dir / "rollouts").glob("*.parquet")):
         named = re.fullmatch(r"(eval_)?step_(\d+)\.parquet", path.name)
         if named is not None:
-            num_samples = pyarrow.parquet.read_metadata(path).num_rows
+            try:
+                num_samples = pyarrow.parquet.read_metadata(path).num_rows
+            except pyarrow.ArrowInvalid as error:
+                raise ConfigError(f"{path} is damaged ({first_line(error)}). Remove it.") from error
             found.append(StepFile(path.name, int(named[2]), bool(named[1]), num_samples))
     return sorted(found, key=lambda file: (file.is_evaluation, file.step))
 

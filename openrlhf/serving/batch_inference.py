@@ -350,7 +350,8 @@ def write_output(task: BatchTask, parts: Path, output: Path) -> None:
     temporary = output.with_name(f".{output.name}.tmp")  # the file is there whole or not at all
     with temporary.open("w", encoding="utf-8") as file:
         for row in kept:
-            file.write(json.dumps(row, ensure_ascii=False, default=as_text) + "\n")
+            text = json.dumps(without_nan(row), ensure_ascii=False, default=as_text)
+            file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, output)
@@ -369,6 +370,15 @@ def beside(columns: Row, row: Row) -> Row:
     """
     replaced = {name for name in columns.keys() & row.keys() if columns[name] != row[name]}
     return {**columns, **row, **{f"given_{name}": columns[name] for name in sorted(replaced)}}
+
+
+def without_nan(value: Any) -> Any:
+    """Return a value of a row with None in place of numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {name: without_nan(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_text(value: object) -> str:

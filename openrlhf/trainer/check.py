@@ -5,6 +5,7 @@ memory and disk, two rows as the model reads them, and two through the reward.
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -18,7 +19,7 @@ import torch
 from openrlhf.config.base import with_value
 from openrlhf.config.common import RunConfig
 from openrlhf.config.evaluation import EvaluateConfig
-from openrlhf.config.local_paths import named_things
+from openrlhf.config.local_paths import OUTPUTS, named_things
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, RMConfig, SupervisedConfig
 from openrlhf.distributed import folders
@@ -164,7 +165,7 @@ def _check_rl(config: PPOConfig, gathered: Gathered, *, on_ray: bool) -> None:
                 if data is not None:
                     say_rows(data, inputs.tokenizer)
             if inputs is not None:
-                gathered.problems += try_rewards(config, inputs)
+                try_rewards(config, inputs, gathered)
 
 
 def _say_run(plan: "Plan", config: PPOConfig, inputs: RunInputs, view: ClusterView | None) -> None:
@@ -194,14 +195,16 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
             gathered.attempt(partial(_check_is_free, Path(place), flag))
     yield gathered
     missing = [
-        name
-        for option, _, names in named_things(config)
+        rf"(?<![\w./-]){re.escape(name)}(?![\w/-])"
+        for option, opens, names in named_things(config)
         for name in names
-        if any(line.startswith(f"{option.flag} {name} ") for line in said)
+        if opens not in OUTPUTS and any(line.startswith(f"{option.flag} {name} ") for line in said)
     ]
-    found = [line for line in gathered.problems if not any(name in line for name in missing)]
+    follows = re.compile("|".join(missing) or "(?!)").search
+    found = [line for line in gathered.problems if not follows(line)]
     if problems := [*said, *found]:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        error = ConfigError(list(dict.fromkeys(problems)))
+        raise error.in_user_code("\n".join(gathered.user_tracebacks))
     notice("\nno problem was found")
 
 

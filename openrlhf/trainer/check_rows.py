@@ -13,7 +13,7 @@ import rich.text
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.engines.base import Completion, GenerationRequest
-from openrlhf.errors import ConfigError, RewardError
+from openrlhf.errors import ConfigError, Gathered, RewardError
 from openrlhf.rollout.agents.episodes import AgentEpisodes, agent_setup
 from openrlhf.rollout.engine_pool import EnginePool
 from openrlhf.rollout.rollout import RolloutRequest
@@ -56,48 +56,49 @@ def shown(
     return text
 
 
-def try_rewards(config: PPOConfig, inputs: RunInputs) -> list[str]:
+def try_rewards(config: PPOConfig, inputs: RunInputs, gathered: Gathered) -> None:
     """Print the rewards of the first rows, for the row's label and for another row's as response;
-    return what is wrong with the source.
+    note what is wrong with the source.
     """
     if config.train.agent_func_path:
-        return asyncio.run(_try_agent(config, inputs))
+        asyncio.run(_try_agent(config, inputs, gathered))
+        return
     if inputs.reward_source is None:
         if config.reward.model_paths:
             notice("\nrewards come from models, which are not loaded here: they were not tried")
-        return []
+        return
     near = [inputs.prompts[index] for index in range(min(NUM_COMPARED, len(inputs.prompts)))]
     labels = [_words(prompt.label) for prompt in near]
     others = [next((word for word in labels if word != own), "") for own in labels[:NUM_ROWS]]
     scorer = SourceScorer(inputs.reward_source, config.rollout.micro_batch_size, max_steps=1)
-    problems, same = [], list[str]()
+    same, has_failed = list[str](), False
     for index, other in enumerate(others):
         words = (labels[index], other) if labels[index] else WITHOUT_LABEL
         group, outcome = asyncio.run(_scored(scorer, inputs, index, [w for w in words if w]))
         if isinstance(outcome, RewardError):
-            problems.append(str(outcome))
+            gathered.note(outcome)
+            has_failed = True
             continue
         notice(f"\nreward of {inputs.prompts.place(index)}, label {near[index].label!r}")
         for sample, response in zip(outcome, group, strict=True):
             notice(f"  response {shortened(response.plain_response)!r}: {sample.reward:g}")
         if labels[index] and other and len({sample.reward for sample in outcome}) == 1:
             same.append(inputs.prompts.place(index))
-    if same and not problems:
+    if same and not has_failed:
         told = f"the reward of a row's own label is that of another row's: {'; '.join(same)}. Look "
         told += "at what the function compares, the form that it reads, such as \\boxed{}, and at "
         warn(f"{told}--label_key")
-    return problems
 
 
-async def _try_agent(config: PPOConfig, inputs: RunInputs) -> list[str]:
+async def _try_agent(config: PPOConfig, inputs: RunInputs, gathered: Gathered) -> None:
     """Print the rewards of an episode of the first rows, in which every response is the row's
-    label; return what is wrong with the agent.
+    label; note what is wrong with the agent.
     """
     engine, sampling = _Given([]), replace(inputs.sampling, num_samples=1)
     setup = agent_setup(config, inputs.tokenizer, vocab_size=inputs.vocab_size)
     limit_s = min(setup.episode_timeout_s, EPISODE_S)
     setup = replace(setup, episode_timeout_s=limit_s)
-    agents, problems = AgentEpisodes(setup, [engine], FailurePolicy(step_size=1)), []
+    agents = AgentEpisodes(setup, [engine], FailurePolicy(step_size=1))
     try:
         for index in range(min(NUM_ROWS, len(inputs.prompts))):
             prompt = inputs.prompts[index]
@@ -109,10 +110,9 @@ async def _try_agent(config: PPOConfig, inputs: RunInputs) -> list[str]:
             for part in parts:
                 notice(f"  response {shortened(part.response_text)!r}: {part.reward:g}")
     except (ConfigError, RewardError) as error:
-        problems.append(str(error))
+        gathered.note(error)
     finally:
         await agents.close()
-    return problems
 
 
 class _Given:

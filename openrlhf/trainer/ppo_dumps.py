@@ -7,6 +7,7 @@ with what the models computed for them, and `step.json`: what the step was told 
 """
 
 import io
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,7 +84,9 @@ class StepDump:
             self.is_chosen = False
             warn(f"step {step} was not kept: {error}")
         else:
-            notice(f"step {step} was kept: openrlhf replay {run_dir} --step {step}")
+            notice(
+                f"step {step} was kept: openrlhf replay {shlex.quote(str(run_dir))} --step {step}"
+            )
 
     def write_samples(self) -> None:
         """Write the samples and what models computed for them."""

@@ -91,10 +91,10 @@ class PPOTrainer:
         `--eval_steps`, at the end.
         """
         state = self.state
-        self.clock = RunClock(state.global_step)
         self.broadcast_to_vllm()
         if state.global_step == 0:
             self.evaluate(global_step=0)
+        self.clock = RunClock(state.global_step)  # an evaluation before is none of the pace
         while not self.is_over:
             metrics = Metrics()
             with timed("step_total", metrics):
@@ -125,9 +125,8 @@ class PPOTrainer:
 
     def say_evaluations(self) -> None:
         """Say what was best, and warn of a policy that became worse than its best."""
-        steps, found, name = self.tracker.records(), self.state.evaluations, self.inputs.pass_rate
-        others = [rate for rate in [*found, {}][-1] if rate.endswith("_pass1") and rate != name]
-        say_outcome(name, found, steps, where=self.place_of, others=others)
+        found, steps = self.state.evaluations, self.tracker.records()
+        say_outcome(self.inputs.pass_rate, found, steps, where=self.place_of)
 
     def place_of(self, step: int) -> object:
         """Return where the policy of a step is, as far as it was kept."""
@@ -135,7 +134,7 @@ class PPOTrainer:
         if step == state.global_step:
             return self.inputs.run_dir
         unkept = "not kept, --save_steps keeps the best" if step else self.config.policy_path
-        return state.opened.store.find(step) or unkept
+        return state.opened.find(step) or unkept
 
     def check_has_learnt(self) -> None:
         """Raise RewardError when no prompt of the whole run could be trained on."""
@@ -356,7 +355,8 @@ class PPOTrainer:
         for line in hints(values, self.state.history, example=example_of(rollouts[0], file)):
             notice(line)
         self.state.history = needed_history([*self.state.history, values])
-        if global_step % SAMPLES_EVERY == 0:
+        is_first_shown = global_step == 1 and self.inputs.eval_prompts is None
+        if global_step % SAMPLES_EVERY == 0 or is_first_shown:
             count = self.config.logger.print_samples
             show_samples(f"step {global_step}", rollouts, count, file=file)
 

@@ -281,7 +281,7 @@ class Checkpointer:
         def where(step: int) -> object:
             if step == trainer.global_step:
                 return trainer.config.ckpt.output_dir
-            return self.checkpoints.store.find(step) or unkept
+            return self.checkpoints.find(step) or unkept
 
         records = trainer.tracker.records()
         say_outcome(f"eval/{trainer.judged_by}", records, records, where=where)

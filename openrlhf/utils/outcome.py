@@ -7,6 +7,7 @@ from pathlib import Path
 from openrlhf.utils.logging import LOSSES, STDERR, Values, notice, short_name, warn
 
 MAX_FALL = 2.0  # standard errors of a difference that may be chance
+PASS1 = "_pass1"  # ends the name of the pass rate of a data source
 BESIDE = ("metrics.jsonl", "rollouts", "dumps", "logs")  # a model in a run folder
 
 
@@ -22,11 +23,11 @@ def say_outcome(
     steps: Sequence[Values],
     *,
     where: Callable[[int], object],
-    others: Sequence[str] = (),
 ) -> None:
     """Compare the first, the best and the last of several evaluations by a metric, or else of the
-    steps of training; warn of a model that became worse than its best by it or by one of `others`.
-    `where` returns where the model of a step is.
+    steps of training; warn of a model that became worse than its best by it, or by pass@1 of
+    another data source. `steps` is all that was logged; `where` returns where the model of a step
+    is.
     """
     if name is None or len({values["step"] for values in known(found, name)}) < 2:
         say_best_step(steps)
@@ -38,8 +39,8 @@ def say_outcome(
         f"{with_error(best, name)} (step {step}, {where(step)}), last {with_error(last, name)} "
         f"(step {last['step']:.0f})"
     )
-    for judged in (*others, name):
-        _, best, last = noteworthy(found, judged)
+    for judged in (*other_pass_rates(steps, name), name):
+        _, best, last = noteworthy(found if judged == name else steps, judged)
         if has_fallen(best, last, judged):
             moved, step = "rose" if is_loss(judged) else "fell", int(best["step"])
             warn(
@@ -48,6 +49,12 @@ def say_outcome(
                 f"{last['step']:.0f}, by more than two standard errors. The model of step {step}: "
                 f"{where(step)}."
             )
+
+
+def other_pass_rates(records: Sequence[Values], name: str) -> list[str]:
+    """Return the names of pass@1 of the data sources beside the one that is judged by `name`."""
+    rates = {each for values in records for each in values if each.endswith(PASS1)}
+    return sorted(rates - {name}) if name.endswith(PASS1) else []
 
 
 def say_best_step(records: Sequence[Values]) -> None:

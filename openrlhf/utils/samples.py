@@ -60,12 +60,14 @@ def sample_text(rollout: Rollout) -> str:
 
 def example_of(rollout: Rollout, file: Path | None) -> str:
     """Return a sentence that shows one sample, and where the others are."""
-    response, label = (
-        printable(textwrap.shorten(text, MAX_IN_HINT, placeholder=" ..."))
-        for text in (rollout.response_text, str(rollout.label))
-    )
+    response, label = map(_on_one_line, (rollout.response_text, str(rollout.label)))
     others = "" if file is None else f" All are in {file}."
     return f' One of them: "{response}", label "{label}", reward {rollout.reward:g}.{others}'
+
+
+def _on_one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return printable(text if len(text) <= MAX_IN_HINT else f"{text[:MAX_IN_HINT]} ...")
 
 
 def shortened(text: str) -> str:

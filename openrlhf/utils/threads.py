@@ -105,8 +105,9 @@ def release_cores() -> None:
 
 @cache
 def _openmp() -> list[ctypes.CDLL]:
-    """Return the OpenMP libraries of this process; that of torch has a name of its own."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    paths = {line.split()[-1] for line in lines if "/libgomp" in line}
+    """Return the OpenMP libraries of this process, none off Linux; torch has one of its own."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
     found = [ctypes.CDLL(path) for path in sorted(paths)]
     return [library for library in found if hasattr(library, "omp_pause_resource_all")]

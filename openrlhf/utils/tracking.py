@@ -61,8 +61,8 @@ class Tracker:
     """One JSON object a step in `metrics.jsonl`: `{"step": 3, "time": 1.7e9, "reward": 0.5, ...}`;
     the same to further sinks.
 
-    `resume_step` is the step of the checkpoint a run goes on from: later records of the run before
-    are dropped, so that steps never appear twice.
+    `resume_step` is the step of the checkpoint a run goes on from: later records and samples of the
+    run before are dropped, so that steps never appear twice.
     """
 
     def __init__(
@@ -80,6 +80,11 @@ class Tracker:
             unfinished = self.path.with_suffix(".partial")
             unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept))
             unfinished.replace(self.path)
+        if resume_step is not None:
+            for path in (self.path.parent / "rollouts").glob("*.parquet"):
+                number = path.stem.rpartition("_")[2]
+                if number.isdecimal() and int(number) > resume_step:
+                    path.unlink()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line; a full disk costs the line and one warning."""
@@ -272,7 +277,7 @@ def _as_table(rows: Sequence[Mapping[str, object]]) -> object:
     for name, values in columns.items():
         try:
             arrays[name] = pyarrow.array(values)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError):
+        except (pyarrow.ArrowException, OverflowError, UnicodeError):
             texts = [None if v is None else json.dumps(v, default=str) for v in values]
             arrays[name] = pyarrow.array(texts, pyarrow.string())
     return pyarrow.table(arrays)

@@ -70,9 +70,15 @@ def import_function(where: str) -> Callable[..., object]:
     place, _, name = where.rpartition(":")
     try:
         is_file = place.endswith(".py")
-        module = load_module(place) if is_file else importlib.import_module(place)
+        found = None if is_file else importlib.util.find_spec(place)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{where} cannot be imported: {error}. Type module:name.") from error
+    if is_file:
+        return member(load_module(place), name, place)
+    if found is None:
+        raise ConfigError(f"{where} cannot be imported: no module {place}. Type module:name.")
+    with blaming(found.origin or place, ConfigError):
+        module = importlib.import_module(place)
     return member(module, name, place)
 
 
@@ -106,9 +112,11 @@ def check_signature(
 
 
 def defined_at(path: str | Path, function: Callable[..., object]) -> str:
-    """Return `file:line` of a function's definition; the file alone of other callables."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    """Return `file:line` of a function's or a class's definition; the file alone of others."""
     file, _ = split_name(path)
+    if inspect.isclass(function):
+        return f"{file}:{inspect.getsourcelines(function)[1]}"
+    code = getattr(inspect.unwrap(function), "__code__", None)
     return file if code is None else f"{file}:{code.co_firstlineno}"
 
 

@@ -54,7 +54,7 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
         "not yet implemented: --max_images_per_prompt (vision-language models). Leave it out.",
         f"--eval_dataset /gone/rows does not exist. {DATA_REMEDY}",
         f"--pretrain ./none does not exist. {MODEL_REMEDY}",
-        f"--critic_pretrain ~/no-such-model does not exist. {MODEL_REMEDY}",
+        f"--critic_pretrain {Path.home()}/no-such-model does not exist. {MODEL_REMEDY}",
         "--remote_rm_url gone.py does not exist. Type the path of a .py file.",
         f"--prompt_data gone.jsonl does not exist. {DATA_REMEDY}",
     ]
@@ -114,8 +114,15 @@ def test_the_home_folder_is_meant_by_its_sign_where_no_shell_has_seen_it(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "run.yaml"
-    file.write_text("save_path: ~/run\nckpt_path: ~/ckpt\n")
-    ckpt = parse_config(SFTConfig, [*SFT_NEEDS.split(), "--config", str(file)]).config.ckpt
+    file.write_text("save_path: ~/run\nckpt_path: ~/ckpt\ndataset: ~/a.jsonl,~/b.jsonl\n")
+    (tmp_path / "m").mkdir()
+    for name in ("m/config.json", "a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("{}")
+    words = ["--pretrain=~/m", "--config", str(file)]
+    config = parse_config(SFTConfig, words).config
+    assert config.model.model_name_or_path == f"{tmp_path}/m"
+    assert config.data.dataset == f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl"
+    ckpt = config.ckpt
     assert (ckpt.output_dir, ckpt.path) == (f"{tmp_path}/run", f"{tmp_path}/ckpt")
     words = ["--model_path", "org/m", "--lora_path", "adapter", "--output_path", "~/merged"]
     assert parse_config(LoraCombinerConfig, words).config.output_path == f"{tmp_path}/merged"

@@ -37,7 +37,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(root / "ckpt" / "best_global_step2_hf", seed=1)
     (root / "ckpt" / "global_step4_hf").mkdir()
     (root / "run").mkdir()
-    (root / "run" / "config.yaml").write_text(f"ckpt: {{path: {root}/ckpt}}\n")
+    (root / "run" / "config.yaml").write_text(f"ckpt: {{path: {root}/ckpt, save_steps: 2}}\n")
     rows = [{"input": f"{i}+{i}=", "answer": "x", "datasource": "ab"[i % 2]} for i in range(7)]
     write_jsonl(root / "prompts.jsonl", rows)
     (root / "rewards.py").write_text(REWARDS)
@@ -167,7 +167,7 @@ def test_an_agent_is_evaluated_by_its_own_rewards(given: Path, tmp_path: Path) -
 def test_a_run_stands_for_its_exported_its_best_or_its_last_model(tmp_path: Path) -> None:
     folder, root = tmp_path / "run", tmp_path / "ckpt"
     folder.mkdir()
-    (folder / "config.yaml").write_text(f"ckpt: {{path: {root}}}\n")
+    (folder / "config.yaml").write_text(f"ckpt: {{path: {root}, save_steps: 3}}\n")
     (root / "global_step9").mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"{folder} holds no model, and {root} no checkpoint"):
         find_model(str(folder))
@@ -176,6 +176,16 @@ def test_a_run_stands_for_its_exported_its_best_or_its_last_model(tmp_path: Path
     assert find_model(str(folder)) == find_model(str(root)) == f"{root}/global_step12_hf"
     (root / "best_global_step3_hf").mkdir()
     assert find_model(str(folder)) == f"{root}/best_global_step3_hf"
+    state = root / "global_step9" / "state.json"
+    state.write_text(json.dumps({"run_dir": str(folder.resolve())}))
+    assert find_model(str(folder)) == f"{root}/best_global_step3_hf"
+    state.write_text(json.dumps({"run_dir": "/of/another"}))
+    with pytest.raises(ConfigError, match=f"the checkpoints in {root} are another run's"):
+        find_model(str(folder))
+    state.unlink()
+    (folder / "config.yaml").write_text(f"ckpt: {{path: {root}, save_steps: -1}}\n")
+    with pytest.raises(ConfigError, match=f"the checkpoints in {root} are another run's"):
+        find_model(str(folder))
     (folder / "config.json").write_text("{}")
     assert find_model(str(folder)) == str(folder)
     assert find_model("org/name") == "org/name"

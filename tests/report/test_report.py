@@ -9,9 +9,11 @@ from fastapi.testclient import TestClient
 from matplotlib.figure import Figure
 
 from openrlhf.cli.main import main
+from openrlhf.errors import ConfigError
 from openrlhf.report.curves import Curve, Panel
 from openrlhf.report.picture import _draw
-from openrlhf.report.report import reporting
+from openrlhf.report.report import reporting, write_report
+from openrlhf.report.run_folder import read_runs
 from openrlhf.report.server import make_app
 from tests.integration.ppo_runs import GRPO, make_inputs, start
 from tests.report.run_folders import ATTACK, make_run
@@ -144,6 +146,19 @@ def test_a_run_that_was_refused_leaves_the_folder_as_it_was(tmp_path):
     with pytest.raises(ValueError), reporting(run_dir):
         raise ValueError("another seed")
     assert not (run_dir / "report.html").exists()
+
+
+def test_a_folder_of_runs_stands_for_its_runs(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "eval/eval_all_pass1": 0.5}\n')
+    assert [run.name for run in read_runs([tmp_path])] == ["a", "b"]
+
+
+def test_a_page_that_cannot_be_written_is_an_error_in_a_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be written .*Type --output FILE"):
+        write_report([tmp_path], tmp_path / "metrics.jsonl" / "report.html")
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import os
 import subprocess
 import sys
@@ -270,8 +271,14 @@ def test_answers_of_the_data_are_written_with_the_prompt_they_were_scored_behind
 def test_all_columns_of_the_data_stay_in_the_rows(folder: Path) -> None:
     facts = {"answer": 2, "output": "of the data", "tags": ["a", "b"], "id": 3}
     unknown = {"day": datetime.date(2025, 1, 2), "image": b"\x89PNG"}  # to JSON
+    unknown["quality"] = math.nan
     Dataset.from_list([{"input": "1+1=", **facts, **unknown}]).to_parquet(folder / "facts.parquet")
-    facts |= {"day": "2025-01-02", "image": "iVBORw==", "given_output": "of the data"}
+    facts |= {
+        "day": "2025-01-02",
+        "image": "iVBORw==",
+        "quality": None,
+        "given_output": "of the data",
+    }
     flags = "--best_of_n 2 --max_new_tokens 8 --prompt_max_len 64"
     paths = {"dataset": "facts.parquet", "output_path": "facts-out.jsonl"}
     run_batch_inference(config_of(folder, "generate", flags, **paths))

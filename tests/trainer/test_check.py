@@ -167,9 +167,22 @@ def test_a_row_whose_own_label_is_worth_no_more_than_another_is_named(
 
 def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     Path("reward.py").write_text("def reward_func(queries, prompts, labels):\n    return 1 / 0\n")
-    code, _, errors = run(capsys, ppo())
+    with pytest.raises(SystemExit, match="2"):
+        check.main(ppo())
+    said = capsys.readouterr().err
+    assert "reward.py:2: ZeroDivisionError" in said
+    assert "Traceback" in said and "    return 1 / 0\n" in said
+
+
+def test_a_missing_file_hides_nothing_of_another_with_a_longer_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_jsonl(
+        "pre-rows.jsonl", [{"question": "1+1=", "answer": "2"}, {"question": "", "answer": ""}]
+    )
+    code, _, errors = run(capsys, ppo(prompt_data="pre-rows.jsonl", eval_dataset="rows.jsonl"))
     assert code == 2
-    assert any("reward.py:2: ZeroDivisionError" in error for error in errors)
+    assert any("pre-rows.jsonl" in error for error in errors), errors
 
 
 def test_models_of_one_process_share_its_gpu(capsys: pytest.CaptureFixture[str]) -> None:

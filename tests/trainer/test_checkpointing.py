@@ -214,6 +214,7 @@ def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
     config = saved_state(tmp_path)
     opened = open_checkpoints(config.model_copy(update={"load_enable": False}), FACTS)
     assert opened.resume_step is None
+    assert opened.find(4) is None
     assert "were moved to" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "aside-1" / "global_step4").is_dir()
     assert open_checkpoints(config, FACTS).resume_step is None

@@ -73,13 +73,15 @@ def test_a_fall_on_one_of_several_data_sources_is_said(capsys: pytest.CaptureFix
     first, other, same = "eval/eval_a_pass1", "eval/eval_b_pass1", "eval/eval_c_pass1"
     rates = {first + STDERR: 0.05, other + STDERR: 0.05, same + STDERR: 0.05, same: 0.5}
     records = [
-        {"step": 0, first: 0.5, other: 0.75} | rates,
+        {"step": 0, first: 0.5, other: 0.25} | rates,
+        {"step": 4, first: 0.75, other: 0.75} | rates,
+        {"step": 6, "reward": 0.5},
         {"step": 8, first: 1, other: 0} | rates,
     ]
-    say_outcome(first, records, [], where=str, others=(other, same))
+    say_outcome(first, [records[0], records[-1]], records, where=str)
     assert capsys.readouterr().err == (
-        "warning: the model got worse: b_pass1 fell from 0.750 ±0.050 at step 0 to 0.000 ±0.050 "
-        "at step 8, by more than two standard errors. The model of step 0: 0.\n"
+        "warning: the model got worse: b_pass1 fell from 0.750 ±0.050 at step 4 to 0.000 ±0.050 "
+        "at step 8, by more than two standard errors. The model of step 4: 4.\n"
     )
 
 

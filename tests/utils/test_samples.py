@@ -10,7 +10,7 @@ import torch
 
 from openrlhf.utils import samples
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.samples import printable, shortened, show_samples, spread
+from openrlhf.utils.samples import example_of, printable, shortened, show_samples, spread
 
 
 def sample(reward: float, response: str = "4", label: object = "4") -> Rollout:
@@ -62,6 +62,11 @@ def test_shown_samples_reach_from_the_lowest_to_the_highest_reward() -> None:
     rewards = (3.0, 1.0, 4.0, 0.0, 2.0)
     for count, expected in ((0, []), (1, [0]), (2, [0, 4]), (3, [0, 2, 4]), (9, [0, 1, 2, 3, 4])):
         assert spread(sorted(rewards), count) == expected
+
+
+def test_a_hint_shows_a_text_without_spaces() -> None:
+    said = example_of(sample(0.0, response="好" * 300, label="\n 4 \n"), None)
+    assert said.startswith(f' One of them: "{"好" * 200} ...", label "4", reward 0.')
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end() -> None:

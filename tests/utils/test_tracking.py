@@ -32,6 +32,20 @@ def test_resume_drops_the_steps_after_the_checkpoint_and_torn_lines(tmp_path):
     assert [(r["step"], r["reward"]) for r in records] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_resume_drops_the_samples_after_the_checkpoint(tmp_path):
+    for step in (2, 3):
+        for kind in ("step", "eval_step"):
+            tracking.write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=9, kind=kind)
+    tracking.Tracker(tmp_path, resume_step=2)
+    left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert left == ["eval_step_000002.parquet", "step_000002.parquet"]
+
+
+def test_numbers_that_parquet_cannot_hold_are_text(tmp_path):
+    path = tracking.write_rollouts(tmp_path, 1, [{"hash": 2**70}, {"hash": 3}], num_kept=9)
+    assert pyarrow.parquet.read_table(path).to_pylist() == [{"hash": str(2**70)}, {"hash": "3"}]
+
+
 def test_files_that_cannot_be_written_warn_once(tmp_path, capsys):
     tracker = tracking.Tracker(tmp_path)
     tracker.path.mkdir()  # opening it now fails, for root as well

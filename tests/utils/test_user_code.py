@@ -36,6 +36,15 @@ def test_a_file_that_does_not_run_is_an_error_with_its_line(tmp_path, line, erro
         load_module(file)
 
 
+def test_a_module_that_does_not_run_is_an_error_with_its_line(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_metric.py").write_text("\nx = undefined\n")
+    with pytest.raises(ConfigError, match=r"broken_metric.py:2: NameError"):
+        import_function("broken_metric:score")
+    with pytest.raises(ConfigError, match="no module nowhere_at_all"):
+        import_function("nowhere_at_all:score")
+
+
 def test_a_missing_attribute_lists_what_was_found(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text("import os\ndef one(): ...\nclass Two: ...\n_hidden = 1\n")

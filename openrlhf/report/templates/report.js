@@ -6,6 +6,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#1f6feb", "#d1570b", "#23863a", "#8250df", "#bf3989", "#777", "#0a7d91", "#9a6700"];
 const find = (selector) => document.querySelector(selector);
 const escaped = (text) => String(text).replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
+const quoted = (path) => (/^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'"'"'`)}'`); // for a shell
 const number = (value) => (value == null ? "–" : String(Number(value.toPrecision(4))));
 
 function element(tag, text, parent, className) {
@@ -217,7 +218,7 @@ function leftOut(run) {
   const missing = run.num_samples - run.samples.length;
   if (!run.num_samples) return "This run kept no samples.";
   return missing
-    ? `${run.samples.length} of ${run.num_samples} samples are in this file; ${missing} are left out. All: openrlhf report ${run.path} --serve`
+    ? `${run.samples.length} of ${run.num_samples} samples are in this file; ${missing} are left out. All: openrlhf report ${quoted(run.path)} --serve`
     : `All ${run.num_samples} samples.`;
 }
 

@@ -238,7 +238,7 @@ def load_agent(path: str | Path) -> tuple[Any, Any]:
         execute = getattr(executor, "execute", None)
         if not inspect.iscoroutinefunction(execute):
             raise ConfigError(
-                f"{file}: {executor.__name__} has no async execute. "
+                f"{defined_at(file, executor)}: {executor.__name__} has no async execute. "
                 "Write async def execute(self, prompt, label, sampling_params)."
             )
         refuse_unknown(path, execute, ("prompt", "label", "sampling_params", *EXECUTE_NAMES))
@@ -257,11 +257,11 @@ def load_agent(path: str | Path) -> tuple[Any, Any]:
 
 def check_environment(path: str, instance: Any) -> None:
     """Raise ConfigError where a class could not be an environment."""
-    name = getattr(instance, "__name__", str(instance))
+    name, where = getattr(instance, "__name__", str(instance)), defined_at(path, instance)
     if not (isinstance(instance, type) and issubclass(instance, AgentInstanceBase)):
-        raise ConfigError(f"{path}: write class {name}(AgentInstanceBase): {name} is none.")
+        raise ConfigError(f"{where}: write class {name}(AgentInstanceBase): {name} is none.")
     if inspect.isabstract(instance):
-        raise ConfigError(f"{path}: {name} has no step. Write async def step(self, states).")
+        raise ConfigError(f"{where}: {name} has no step. Write async def step(self, states).")
     for method in ("reset", "step"):
         check_signature(getattr(instance, method), getattr(AgentInstanceBase, method), path=path)
 
