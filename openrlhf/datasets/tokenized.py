@@ -142,7 +142,11 @@ class TokenizedDataset(ABC):
 
     def place(self, index: int) -> str:
         """Return where the row of an example stands: `rows.jsonl: row 3`."""
-        return row_place(self._rows, self.row_ids[index])
+        return self.row_place(self.row_ids[index])
+
+    def row_place(self, row_id: int) -> str:
+        """Return where a row stands, whether it became an example or not."""
+        return row_place(self._rows, row_id)
 
     def sequences(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """Return the sequences of an example, each ids (T,) int64 and its targets (T,) bool."""

@@ -26,7 +26,13 @@ from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_run import rollouts_of, worker_classes
-from openrlhf.trainer.ppo_setup import RunInputs, named_models, open_reward_source, prepare_inputs
+from openrlhf.trainer.ppo_setup import (
+    RunInputs,
+    named_models,
+    open_reward_source,
+    prepare_inputs,
+    say_dropped,
+)
 from openrlhf.trainer.ppo_utils.evaluation import (
     Estimate,
     estimates_of,
@@ -160,9 +166,7 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
     failed = samples.failed
     policy = replace(FailurePolicy.of(config), step_size=len(inputs.prompts))
     policy.check_dropped(list(failed.values()), of="the evaluation")
-    if failed:
-        row, reason = next(iter(failed.items()))
-        notice(f"dropped {len(failed)} prompt(s) without rewards; row {row + 1}: {reason}")
+    say_dropped(failed, inputs.prompts)
     rollouts = samples.rollouts
     rows = [rollout_row(rollout, inputs.token_texts) for rollout in rollouts]
     file = write_rollouts(inputs.run_dir, 0, rows, num_kept=1, kind="eval_step")

@@ -5,6 +5,7 @@ Everything a user can get wrong in data, paths and reward code is found here, be
 loaded.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -31,7 +32,7 @@ from openrlhf.rollout.agents.worker import load_agent
 from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
-from openrlhf.utils.logging import say_notices
+from openrlhf.utils.logging import notice, say_notices
 from openrlhf.utils.own_functions import ESTIMATOR, POLICY_LOSS, check_function
 from openrlhf.utils.tokenizer import (
     Tokenizer,
@@ -159,6 +160,14 @@ def check_runs_without_ray(config: PPOConfig) -> None:
         raise ConfigError(
             f"{used} needs processes of their own. Use train_ppo_ray, or leave {used} out."
         )
+
+
+def say_dropped(failed: Mapping[int, str], prompts: PromptDataset) -> None:
+    """Print how many prompts were dropped, and where and why the first of them was."""
+    if failed:
+        row, reason = next(iter(failed.items()))
+        place = prompts.row_place(row)
+        notice(f"dropped {len(failed)} prompt(s) without rewards; {place}: {reason}")
 
 
 def pass_rate(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | None:

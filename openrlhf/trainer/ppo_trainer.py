@@ -20,7 +20,7 @@ from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.ppo_checkpoints import RunState
 from openrlhf.trainer.ppo_dumps import DUMPS, StepDump
-from openrlhf.trainer.ppo_setup import RunInputs
+from openrlhf.trainer.ppo_setup import RunInputs, say_dropped
 from openrlhf.trainer.ppo_updates import StepFacts, trained_roles, update_model
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -183,14 +183,8 @@ class PPOTrainer:
             self.sampler.load_state_dict(before)  # the prompts of the step come again
             raise
         metrics.merge(samples.metrics)
-        self.say_failed(samples.failed)
+        say_dropped(samples.failed, self.inputs.prompts)
         return samples.rollouts
-
-    def say_failed(self, failed: Mapping[int, str]) -> None:
-        """Print how many prompts were dropped, by row, and why the first of them was."""
-        if failed:
-            row, reason = next(iter(failed.items()))
-            notice(f"dropped {len(failed)} prompt(s) without rewards; row {row + 1}: {reason}")
 
     def train_step(
         self, rollouts: Sequence[Rollout], global_step: int, metrics: Metrics
@@ -291,7 +285,7 @@ class PPOTrainer:
             )
         policy = replace(self.sampler.policy, step_size=len(prompts))
         policy.check_dropped(list(samples.failed.values()), of="the evaluation")
-        self.say_failed(samples.failed)
+        say_dropped(samples.failed, prompts)
         file = write_rollouts(
             inputs.run_dir,
             global_step,

@@ -7,7 +7,7 @@ from typing import Any
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.async_controller import AsyncLimits
 from openrlhf.rollout.rollout_queue import RolloutQueue
-from openrlhf.trainer.ppo_setup import RunInputs
+from openrlhf.trainer.ppo_setup import RunInputs, say_dropped
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
@@ -38,7 +38,7 @@ class PPOTrainerAsync(PPOTrainer):
     def fit(self) -> None:
         with self.queue:
             super().fit()
-            self.say_failed(self.queue.take_failed())
+            say_dropped(self.queue.take_failed(), self.inputs.prompts)
 
     @property
     def is_over(self) -> bool:
@@ -47,7 +47,7 @@ class PPOTrainerAsync(PPOTrainer):
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Return samples of the step, which may be finished already."""
         rollouts = self.queue.next_step()
-        self.say_failed(self.queue.take_failed())
+        say_dropped(self.queue.take_failed(), self.inputs.prompts)
         metrics.merge(staleness_metrics(rollouts, self.state.weight_version))
         return rollouts
 

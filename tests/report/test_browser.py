@@ -12,7 +12,7 @@ import pytest
 from openrlhf.report.report import write_report
 from tests.browser import NEEDS_CHROMIUM, Browser
 from tests.report.large_run import served, write_large_run
-from tests.report.run_folders import ATTACK, make_run
+from tests.report.run_folders import ATTACK, make_run, write_metrics
 
 pytestmark = NEEDS_CHROMIUM
 VIEWS = ("overview", "curves", "time", "samples", "settings")
@@ -59,6 +59,25 @@ def test_each_view_draws_without_a_complaint_or_a_request(browser, url, view):
     assert browser.complaints() == []
     assert browser.requests() == {url}
     picture(browser, view)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_runs_without_samples_or_without_a_step_draw_without_a_complaint(browser, tmp_path, view):
+    phases = {"data": 0.1, "forward_backward": 2.0, "optimizer": 0.25, "step_total": 2.5}
+    timings = {f"timing/{name}": seconds for name, seconds in phases.items()}
+    records = [
+        {"step": step, "time": 100.0 + step, "gpt_loss": 2.0 / step, "acc": 0.1 * step, **timings}
+        for step in (1, 2, 3)
+    ]
+    records.append({"step": 3, "time": 104.0, "eval/gpt_loss": 0.5, "eval/gpt_loss_stderr": 0.1})
+    write_metrics(tmp_path / "sft", records)
+    write_metrics(tmp_path / "failed", [])
+    for name in ("sft", "failed"):
+        write_report([tmp_path / name], tmp_path / f"{name}.html")
+        browser.open((tmp_path / f"{name}.html").as_uri(), view)
+        browser.wait(lambda: browser.texts("section:not([hidden])")[0].strip())
+        assert browser.complaints() == []
+        picture(browser, f"{name}_{view}")
 
 
 def choose(browser: Browser, name: str, value: str) -> None:

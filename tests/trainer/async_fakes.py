@@ -143,6 +143,13 @@ class FakeRollouts(Rollouts):
         return SampleBatch(samples((0, 0), (0.0, 1.0), [version]), Metrics(), {})
 
 
+class Prompts(list):
+    """Prompts of a file without a name."""
+
+    def row_place(self, row_id: int) -> str:
+        return f"row {row_id + 1}"
+
+
 def make_trainer(
     world: World,
     *,
@@ -176,7 +183,7 @@ def make_trainer(
             folder=folder,  # goes with the trainer
             run_dir=Path(folder.name),
             token_texts=lambda token_ids: [str(token_id) for token_id in token_ids],
-            prompts=prompts,
+            prompts=Prompts(prompts),
             eval_prompts=prompts[:1],
             texts=None,
             sampling=sampling,

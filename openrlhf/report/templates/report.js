@@ -56,6 +56,7 @@ function drawPanel(panel, parent) {
 function drawPanels(section) {
   const parent = find(`.panels[data-section="${section}"]`);
   for (const panel of data.panels) if (panel.section === section) drawPanel(panel, parent);
+  if (section === "curves" && !data.panels.length) element("p", "No step was logged.", parent);
   if (section === "others") parent.parentElement.hidden = !parent.children.length;
 }
 
@@ -65,7 +66,7 @@ function drawTimes() {
     element("h2", times.run, parent);
     const phases = Object.entries(times.phases);
     const bars = phases.map(([name, seconds], index) => (
-      { type: "bar", x: times.steps, y: seconds, name: escaped(name), marker: { color: COLOURS[index % COLOURS.length] } }
+      { type: "bar", x: times.steps, y: seconds, name: escaped(name.replaceAll("_", " ")), marker: { color: COLOURS[index % COLOURS.length] } }
     ));
     const total = { x: times.steps, y: times.total, name: "step", mode: "lines", line: { color: "#1d2733", width: 1.5 } };
     const yaxis = { title: { text: "seconds" }, rangemode: "tozero" };
