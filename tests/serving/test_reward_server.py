@@ -214,7 +214,10 @@ ServedModel.score = lambda self, rows: time.sleep(0.6) or score(self, rows)
 ENDLESS_LOADING = """
 import time
 from openrlhf.serving.reward_server import ServedModel
-ServedModel.load = lambda self: time.sleep(600)
+def load(self):  # in short sleeps: a signal just before a long one would wait for its end
+    while True:
+        time.sleep(0.1)
+ServedModel.load = load
 """
 
 
