@@ -241,7 +241,7 @@ class RunCheckpoints:
         return config.save_steps > 0 and (config.save_hf or not config.disable_ds)
 
     def find(self, step: int) -> Path | None:
-        """Return where a step is kept, unless what lies in the root is not this run's."""
+        """Return where a step is kept; None if this run does not use the checkpoint root."""
         return self.store.find(step) if self.config.uses_root else None
 
     def is_done(self, run_dir: Path, *, is_at_end: bool) -> bool:

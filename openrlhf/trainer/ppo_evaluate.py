@@ -143,8 +143,8 @@ def find_model(name: str) -> str:
 
 
 def _checkpoints_of(folder: Path) -> tuple[CheckpointStore, bool]:
-    """Return the checkpoints of a run, or those in the folder itself, and whether they are the
-    run's: their root may be another one's too.
+    """Return the checkpoints of a run, or those in the folder itself; and whether this run wrote
+    them, since several runs may share a checkpoint root.
     """
     file = folder / CONFIG_FILE
     settings = read_resolved(file) if file.is_file() else {}

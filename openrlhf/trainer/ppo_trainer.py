@@ -94,7 +94,7 @@ class PPOTrainer:
         self.broadcast_to_vllm()
         if state.global_step == 0:
             self.evaluate(global_step=0)
-        self.clock = RunClock(state.global_step)  # an evaluation before is none of the pace
+        self.clock = RunClock(state.global_step)  # the pace leaves out the first evaluation
         while not self.is_over:
             metrics = Metrics()
             with timed("step_total", metrics):

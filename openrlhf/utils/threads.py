@@ -105,7 +105,7 @@ def release_cores() -> None:
 
 @cache
 def _openmp() -> list[ctypes.CDLL]:
-    """Return the OpenMP libraries of this process, none off Linux; torch has one of its own."""
+    """Return the OpenMP libraries of this process, of which torch brings one; none but on Linux."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     paths = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
