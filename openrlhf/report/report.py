@@ -2,12 +2,14 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from openrlhf.config.cli import save_resolved
+from openrlhf.config.common import RunConfig
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.report.run_folder import CONFIG_FILE, Run, read_runs
+from openrlhf.report.run_folder import CONFIG_FILE, Run, is_run, read_runs
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.threads import start_thread
 from openrlhf.utils.tracking import note_error
@@ -41,26 +43,31 @@ def write_report(run_dirs: Sequence[Path], output_path: Path) -> list[Run]:
 
 
 @contextmanager
-def reporting(run_dir: Path) -> Iterator[None]:
-    """Write the report of the run that starts in this block, however it ends, and the error that
-    ended it; nothing if none starts.
+def reporting(config: RunConfig, *, is_resumed: bool) -> Iterator[None]:
+    """Write the report of the run that this block loads and trains, however it ends, and the error
+    that ended it. A run that is refused leaves the folder as it was, and so does one that fails
+    while its models load if the folder is another run's.
     """
-    before = _started(run_dir)
+    run_dir = Path(config.ckpt.output_dir)
+    file = run_dir / CONFIG_FILE  # written once the models are loaded
+
+    def written() -> int | None:
+        return file.stat().st_mtime_ns if file.exists() else None
+
+    before, is_free = written(), is_resumed or not is_run(run_dir)
     try:
         yield
     except BaseException as error:
-        if _started(run_dir) != before:
+        is_failure = isinstance(error, Exception) and not isinstance(error, ConfigError)
+        if written() == before and is_failure and is_free:  # while the models were loading
+            with suppress(OSError):
+                save_resolved(config, file)
+        if written() != before:
             note_error(run_dir, error)
         raise
     finally:
-        if _started(run_dir) != before:
+        if written() != before:
             report_or_warn([run_dir], run_dir / REPORT_FILE)
-
-
-def _started(run_dir: Path) -> int | None:
-    """Return when a run began in a folder: it writes its config then."""
-    file = run_dir / CONFIG_FILE
-    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def report_or_warn(run_dirs: Sequence[Path], path: Path) -> None:

@@ -96,23 +96,23 @@ def _open_and_run(
     source = inputs.reward_source
     closed = closing(source) if source else nullcontext()
     with closed, holding_folders(config.ckpt):
-        with reporting(inputs.run_dir):
-            redirect_framework_logs(inputs.run_dir, "driver")
-            opened = open_run(config, inputs)
-            if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
-                return
-            say_padded(config, named_models(config))
-            with (
-                stopping.telling(opened.how_to_go_on),
-                open_cluster(
-                    config,
-                    worker_classes(config),
-                    run_dir=str(inputs.run_dir.resolve()),
-                    resume_step=opened.resume_step or 0,
-                ) as cluster,
-            ):
-                make = make_trainer or trainer_class(config)
-                trainer = _run(config, inputs, cluster, opened, make)
+        redirect_framework_logs(inputs.run_dir, "driver")
+        opened = open_run(config, inputs)
+        if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
+            return
+        say_padded(config, named_models(config))
+        with (
+            reporting(config, is_resumed=opened.saved is not None),
+            stopping.telling(opened.how_to_go_on),
+            open_cluster(
+                config,
+                worker_classes(config),
+                run_dir=str(inputs.run_dir.resolve()),
+                resume_step=opened.resume_step or 0,
+            ) as cluster,
+        ):
+            make = make_trainer or trainer_class(config)
+            trainer = _run(config, inputs, cluster, opened, make)
         trainer.say_evaluations()  # a policy that got worse is the last line
 
 

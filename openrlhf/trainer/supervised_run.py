@@ -6,6 +6,7 @@ model is loaded.
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,8 +70,7 @@ def run_supervised(recipe: Recipe, config: ConfigT, *, callbacks: Sequence[Callb
     topology = Topology.from_env(local_rank=config.local_rank)
     if topology.is_main:
         with holding_folders(config.ckpt):
-            with reporting(Path(config.ckpt.output_dir)):
-                checkpointer = _run(recipe, config, topology, callbacks)
+            checkpointer = _run(recipe, config, topology, callbacks)
             if checkpointer is not None:
                 checkpointer.say_outcome()  # a model that got worse is the last line
     else:
@@ -95,7 +95,9 @@ def _run(
     if opened.is_done(run_dir, is_at_end=is_at_end):
         shut_down()
         return None
-    with stopping.telling(opened.how_to_go_on):
+    is_resumed = opened.saved is not None
+    reported = reporting(config, is_resumed=is_resumed) if strategy.is_main else nullcontext()
+    with reported, stopping.telling(opened.how_to_go_on):
         trainer = recipe(config, inputs, strategy)
         trainer.callbacks = callbacks
         return _train(trainer, config, opened)

@@ -3,18 +3,21 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 from matplotlib.figure import Figure
 
 from openrlhf.cli.main import main
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
 from openrlhf.report.curves import Curve, Panel
 from openrlhf.report.picture import _draw
 from openrlhf.report.report import reporting, write_report
 from openrlhf.report.run_folder import read_runs
 from openrlhf.report.server import make_app
+from openrlhf.trainer import ppo_run
 from tests.integration.ppo_runs import GRPO, make_inputs, start
 from tests.report.run_folders import ATTACK, make_run
 
@@ -127,7 +130,7 @@ def test_a_server_pages_and_speaks_to_this_machine_only(tmp_path):
 
 def test_a_run_that_fails_leaves_its_report_and_the_reason_for_later_ones(tmp_path):
     run_dir = tmp_path / "run"
-    with pytest.raises(ValueError), reporting(run_dir):
+    with pytest.raises(ValueError), reporting(config_of(run_dir), is_resumed=False):
         make_run(run_dir)
         raise ValueError("weights <b>did not</b> arrive")
     page = (run_dir / "report.html").read_text()
@@ -141,11 +144,32 @@ def test_a_run_that_fails_leaves_its_report_and_the_reason_for_later_ones(tmp_pa
     assert "at step 3, not finished" in (run_dir / "report.html").read_text()
 
 
-def test_a_run_that_was_refused_leaves_the_folder_as_it_was(tmp_path):
-    run_dir = make_run(tmp_path / "run")
-    with pytest.raises(ValueError), reporting(run_dir):
-        raise ValueError("another seed")
-    assert not (run_dir / "report.html").exists()
+def config_of(run_dir: Path) -> SFTConfig:
+    return SFTConfig.model_validate({"ckpt": {"output_dir": str(run_dir)}})
+
+
+@pytest.mark.parametrize(
+    ("is_used", "is_resumed", "error", "is_written"),
+    [
+        (False, False, ConfigError("no room"), False),
+        (True, True, ConfigError("other weights"), False),
+        (False, False, RuntimeError("out of memory"), True),
+        (True, False, RuntimeError("out of memory"), False),  # the folder is another run's
+        (True, True, RuntimeError("out of memory"), True),
+    ],
+)
+def test_a_run_that_fails_while_models_load_has_a_report_and_one_refused_has_none(
+    is_used, is_resumed, error, is_written, tmp_path
+):
+    run_dir = make_run(tmp_path / "run") if is_used else tmp_path / "run"
+    before = (run_dir / "config.yaml").read_text() if is_used else None
+    with pytest.raises(type(error)), reporting(config_of(run_dir), is_resumed=is_resumed):
+        raise error
+    assert (run_dir / "report.html").exists() == is_written == (run_dir / "ended.json").exists()
+    if is_written:
+        assert "RuntimeError: out of memory" in (run_dir / "report.html").read_text()
+    elif is_used:
+        assert (run_dir / "config.yaml").read_text() == before
 
 
 def test_a_folder_of_runs_stands_for_its_runs(tmp_path):
@@ -163,7 +187,7 @@ def test_a_page_that_cannot_be_written_is_an_error_in_a_line(tmp_path):
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     run_dir = tmp_path / "run"
-    with reporting(run_dir):
+    with reporting(config_of(run_dir), is_resumed=False):
         make_run(run_dir)
         (run_dir / "rollouts" / "step_000001.parquet").write_bytes(b"torn")
     [line] = capsys.readouterr().err.splitlines()
@@ -194,3 +218,21 @@ def test_training_that_fails_ends_with_a_report_of_what_there_was(tmp_path):
     data = data_of(page)
     assert {"reward", "gradient norm", "memory"} <= {panel["title"] for panel in data["panels"]}
     assert len(data["runs"][0]["samples"]) == 16
+
+
+def test_training_that_fails_while_models_load_ends_with_a_report_and_starts_anew(
+    tmp_path, monkeypatch, capsys
+):
+    root, run_dir = make_inputs(tmp_path), tmp_path / "run"
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo_run, "init_models", fail)
+        assert start(root, run_dir, GRPO, "--max_samples", "4") != 0
+    page = (run_dir / "report.html").read_text()
+    assert "ended after step 0: RuntimeError: out of memory" in page
+    assert start(root, run_dir, GRPO, "--max_samples", "4") == 0
+    assert "finished, step 1" in (run_dir / "report.html").read_text()
+    assert not (run_dir / "aside-1").exists() and "moved to" not in capsys.readouterr().out
