@@ -14,7 +14,7 @@ from itertools import takewhile
 from pkgutil import resolve_name
 from typing import Generic
 
-from openrlhf.config.base import CommandConfig
+from openrlhf.config.base import UNNAMED, CommandConfig, with_value
 from openrlhf.config.cli import ConfigT, read_config
 from openrlhf.config.help import help_text
 from openrlhf.config.local_paths import path_problems
@@ -99,21 +99,22 @@ def supervised(name: str, config_class: type[ConfigT], recipe: str) -> Command[C
 def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = False) -> None:
     """Parse, move secrets into the environment and out of the arguments, load and work.
 
-    A check goes on after problems, if models and data are named.
+    A check goes on after problems; UNNAMED stands for a model or data set that is not named.
     """
     from openrlhf.utils.logging import quiet_frameworks, say_notices  # noqa: PLC0415 - as above
     from openrlhf.utils.progress import progress  # noqa: PLC0415 - as above
 
     quiet_frameworks()
     parsed = read_config(command.config_class, argv, more_problems=start_problems)
-    is_lost = parsed.config.use_ms or any(parsed.config.missing())
-    if parsed.problems and (is_lost or not only_checks):
+    if parsed.problems and (parsed.config.use_ms or not only_checks):
         raise ConfigError(parsed.problems)
     os.environ.update(parsed.environment)
     for secret in filter(None, parsed.environment.values()):
         sys.argv = [word.replace(secret, "***") for word in sys.argv]
     is_main = Topology.from_env().is_main
     config = with_snapshots(parsed.config, is_shown=is_main)
+    for leaf in config.unnamed():
+        config = with_value(config, leaf.path, UNNAMED)
     load = command.load_check if only_checks else command.load
     assert load is not None, "cli/check.py names those that have one"
     with progress("loading libraries", is_shown=is_main):

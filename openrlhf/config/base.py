@@ -23,6 +23,7 @@ Meanings = Mapping[str, object]  # typed word -> field value
 OwnFunction = Annotated[str, StringConstraints(pattern=r"^[^:]+:\w+$")]
 SCHEME = re.compile(r"[a-z]+:")  # of `http://host` and the like, which is no path
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".arrow")
+UNNAMED = "./not-named"  # stands in a check for what is not named
 MODELS = ("actor", "critic", "ref", "reward")  # sections whose names begin flat names
 
 # What a value leads to outside of the config, and what to type where nothing is there. A plural,
@@ -252,12 +253,16 @@ class CommandConfig(Base):
             object.__setattr__(self, section, part)
         return self
 
+    def unnamed(self) -> list[Option]:
+        """Return what must be named and is not."""
+        leaves = (leaf for leaf in walk(type(self)) if leaf.needed)
+        return [leaf for leaf in leaves if is_blank(value_at(self, leaf.path))]
+
     def missing(self) -> Iterator[str]:
         """Yield one line for everything that must be named and is not."""
-        for leaf in walk(type(self)):
-            if leaf.needed and is_blank(value_at(self, leaf.path)):
-                remedy = " or ".join(leaf.choices) or REMEDIES.get(leaf.opens or "", "a text")
-                yield f"No {leaf.needed} is named. Type {leaf.flag} with {remedy}."
+        for leaf in self.unnamed():
+            remedy = " or ".join(leaf.choices) or REMEDIES.get(leaf.opens or "", "a text")
+            yield f"No {leaf.needed} is named. Type {leaf.flag} with {remedy}."
 
     def problems(self) -> Iterator[str]:
         """Yield one line for everything that is missing or contradicts something else."""

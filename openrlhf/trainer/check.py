@@ -7,7 +7,7 @@ memory and disk, two rows as the model reads them, and two through the reward.
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from openrlhf.config.base import with_value
+from openrlhf.config.base import UNNAMED, with_value
 from openrlhf.config.common import RunConfig
 from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.local_paths import OUTPUTS, named_things
@@ -69,6 +69,7 @@ from openrlhf.trainer.supervised_run import Recipe
 from openrlhf.utils.gpus import visible_gpus
 from openrlhf.utils.logging import notice, print_banner, warn
 
+ROOM = 0.8  # of the free memory, for the weights of reward models
 REWARD_S = 30.0  # for the rewards of two rows
 TRAINED = "model"  # the role of the trained model of a supervised run
 # What to type where weights and states do not fit, and where a micro-batch may not.
@@ -165,7 +166,8 @@ def _check_rl(config: PPOConfig, gathered: Gathered, *, on_ray: bool) -> None:
                 if data is not None:
                     say_rows(data, inputs.tokenizer)
             if inputs is not None:
-                try_rewards(config, inputs, gathered)
+                has_room = plan.has_room_for(reward_roles(config))
+                try_rewards(config, inputs, gathered, has_room=has_room)
 
 
 def _say_run(plan: "Plan", config: PPOConfig, inputs: RunInputs, view: ClusterView | None) -> None:
@@ -184,7 +186,7 @@ def _say_run(plan: "Plan", config: PPOConfig, inputs: RunInputs, view: ClusterVi
 @contextmanager
 def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
     """Gather problems in the block, behind those that are `said`; at its end raise ConfigError that
-    lists all, without those that only follow from a file that is missing.
+    lists all, without those that only follow from what is missing.
     """
     gathered = Gathered()
     gathered.problems += said
@@ -194,7 +196,8 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
         if os.path.isdir(place) and os.access(place, os.W_OK):
             gathered.attempt(partial(_check_is_free, Path(place), flag))
     yield gathered
-    missing = [
+    missing = [re.escape(UNNAMED)]
+    missing += [
         rf"(?<![\w./-]){re.escape(name)}(?![\w/-])"
         for option, opens, names in named_things(config)
         for name in names
@@ -380,6 +383,14 @@ class Plan:
             )
         if peak > have:
             warn(f"memory of {place}: about {in_words(peak)} of {in_words(have)}. Type {less_work}")
+
+    def has_room_for(self, roles: Iterable[str]) -> bool:
+        """Return True if this machine has memory now for the weights of these roles."""
+        shapes = [self.shapes.get(role) for role in roles]
+        sizes = [shape.num_bytes(self.config.ds) for shape in shapes if shape is not None]
+        has_gpu = torch.cuda.is_available()
+        free = torch.cuda.mem_get_info()[0] if has_gpu else psutil.virtual_memory().available
+        return len(sizes) == len(shapes) and sum(sizes) < ROOM * free
 
     def device_bytes(self) -> float | None:
         """Return the memory of a device; None for GPUs of other machines."""

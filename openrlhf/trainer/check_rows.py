@@ -4,21 +4,28 @@ rows for responses that are known: the row's own label and that of another row.
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 import rich.text
+import torch
+from torch import Tensor
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import ConfigError, Gathered, RewardError
+from openrlhf.models.loading import default_device_type, load_sequence_model
+from openrlhf.models.value_head import RewardModel
 from openrlhf.rollout.agents.episodes import AgentEpisodes, agent_setup
 from openrlhf.rollout.engine_pool import EnginePool
 from openrlhf.rollout.rollout import RolloutRequest
-from openrlhf.rollout.scoring import FailurePolicy, SourceScorer
+from openrlhf.rollout.scoring import FailurePolicy, Scorer, SourceScorer
 from openrlhf.trainer.ppo_setup import RunInputs
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
+from openrlhf.trainer.ppo_utils.worker_group import Forward
 from openrlhf.utils.logging import is_terminal, make_console, notice, warn
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.samples import shortened
@@ -56,21 +63,25 @@ def shown(
     return text
 
 
-def try_rewards(config: PPOConfig, inputs: RunInputs, gathered: Gathered) -> None:
+def try_rewards(
+    config: PPOConfig, inputs: RunInputs, gathered: Gathered, *, has_room: bool
+) -> None:
     """Print the rewards of the first rows, for the row's label and for another row's as response;
-    note what is wrong with the source.
+    note what is wrong with the source. `has_room`: for the reward models of the run.
     """
     if config.train.agent_func_path:
         asyncio.run(_try_agent(config, inputs, gathered))
         return
-    if inputs.reward_source is None:
-        if config.reward.model_paths:
-            notice("\nrewards come from models, which are not loaded here: they were not tried")
+    if inputs.reward_source is None and not has_room:
+        notice("\nthe reward model has no room here beside what runs: it was not tried")
         return
     near = [inputs.prompts[index] for index in range(min(NUM_COMPARED, len(inputs.prompts)))]
     labels = [_words(prompt.label) for prompt in near]
     others = [next((word for word in labels if word != own), "") for own in labels[:NUM_ROWS]]
-    scorer = SourceScorer(inputs.reward_source, config.rollout.micro_batch_size, max_steps=1)
+    if inputs.reward_source is None:
+        scorer: Scorer = _loaded(config)
+    else:
+        scorer = SourceScorer(inputs.reward_source, config.rollout.micro_batch_size, max_steps=1)
     same, has_failed = list[str](), False
     for index, other in enumerate(others):
         words = (labels[index], other) if labels[index] else WITHOUT_LABEL
@@ -84,10 +95,28 @@ def try_rewards(config: PPOConfig, inputs: RunInputs, gathered: Gathered) -> Non
             notice(f"  response {shortened(response.plain_response)!r}: {sample.reward:g}")
         if labels[index] and other and len({sample.reward for sample in outcome}) == 1:
             same.append(inputs.prompts.place(index))
-    if same and not has_failed:
+    if same and inputs.reward_source is not None and not has_failed:
         told = f"the reward of a row's own label is that of another row's: {'; '.join(same)}. Look "
         told += "at what the function compares, the form that it reads, such as \\boxed{}, and at "
         warn(f"{told}--label_key")
+
+
+def _loaded(config: PPOConfig) -> ModelScorer:
+    """Return the reward models of a run, on the device of this process."""
+    device = default_device_type()
+    models: dict[str, Forward] = {}
+    for name, path in zip(config.reward.model_names, config.reward.model_paths, strict=True):
+        hf_model = load_sequence_model(path, config, allow_fresh_head=False)
+        model = RewardModel(hf_model, normalize_reward=config.reward.normalize_enable).eval()
+        model = model if config.ds.load_in_4bit else model.to(device)
+
+        def forward(experience: Experience, model: RewardModel = model) -> Callable[[], Tensor]:
+            with torch.inference_mode():
+                scores: Tensor = model(experience.packed().to(device)).scores
+            return scores.cpu
+
+        models[name] = forward
+    return ModelScorer(models, config.reward.weights, in_turn=True)
 
 
 async def _try_agent(config: PPOConfig, inputs: RunInputs, gathered: Gathered) -> None:
@@ -126,7 +155,7 @@ class _Given:
 
 
 async def _scored(
-    scorer: SourceScorer, inputs: RunInputs, index: int, words: Sequence[str]
+    scorer: Scorer, inputs: RunInputs, index: int, words: Sequence[str]
 ) -> tuple[list[Rollout], list[Rollout] | RewardError]:
     """Return samples of a prompt with these responses, and the same with their rewards."""
     completions = _completions(inputs, words)

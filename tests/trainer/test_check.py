@@ -1,18 +1,22 @@
 """`openrlhf check`: one list of everything that is wrong, and what a run would train and take."""
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from openrlhf.cli import check, train_ppo_ray
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import Gathered
+from openrlhf.trainer import check as check_module
 from openrlhf.trainer.check import Plan, _rl_models
 from openrlhf.trainer.ppo_run import worker_classes
 from openrlhf.trainer.ray.cluster import local_demands
-from tests.tiny import make_model, write_jsonl
+from tests.tiny import make_model, make_reward_model, write_jsonl
 
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -233,10 +237,52 @@ def test_all_problems_of_an_evaluation_are_one_list(capsys: pytest.CaptureFixtur
 def test_a_command_that_is_none_gets_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, [error] = run(capsys, ["infer", "--pretrain", "model"])
     assert (code, error) == (2, "infer is no command that can be checked. Type one of these:")
-    # Nothing can be looked at without data.
-    code, _, [error] = run(capsys, ["ppo", "--pretrain", "model", "--remote_rm_url", "reward.py"])
-    assert code == 2
-    assert error.startswith("No prompt data is named.")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "ppo --pretrain model --ring_attn_size 2 --actor_num_gpus_per_node 1",
+            ("No prompt data", "There is no reward", "actor"),
+        ),
+        (
+            "ppo --prompt_data prompts.jsonl --input_key quest",
+            ("No model", "There is no", "column"),
+        ),
+        (
+            "eval --remote_rm_url gone.py",
+            ("No evaluation data", "No model", "--remote_rm_url gone"),
+        ),
+        ("kd --pretrain model --dataset prompts.jsonl --input_key quest", ("No teacher", "column")),
+        ("prm --pretrain model --dataset gone.jsonl", ("No step end", "--dataset gone.jsonl")),
+    ],
+)
+def test_what_is_not_named_hides_no_other_problem(words, said, capsys):
+    code, _, errors = run(capsys, words.split())
+    assert code == 2 and len(errors) == len(said)
+    assert all(error.startswith(start) for error, start in zip(errors, said, strict=True)), errors
+
+
+def test_a_reward_model_scores_two_rows(capsys, monkeypatch):
+    make_reward_model(Path("reward_model"))
+    words = ppo(reward_pretrain="reward_model")
+    words = [word for word in words if word not in ("--remote_rm_url", "reward.py")]
+    code, out, errors = run(capsys, words)
+    assert (code, errors) == (0, [])
+    model = transformers.AutoModelForSequenceClassification.from_pretrained("reward_model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    for row, responses in ((1, ("2", "4")), (2, ("4", "2"))):
+        told = "".join(rf"\n  response '{each}': (\S+)" for each in responses)
+        [found] = re.findall(rf"prompts.jsonl: row {row}, label '{responses[0]}'{told}\n", out)
+        for response, score in zip(responses, found, strict=True):
+            ids = [*tokenizer.encode(f"{row}+{row}={response}"), tokenizer.eos_token_id]
+            expected = model(torch.tensor([ids])).logits.item()
+            assert float(score) == pytest.approx(expected, rel=1e-4)
+    monkeypatch.setattr(check_module, "ROOM", 0.0)
+    code, out, errors = run(capsys, words)
+    assert (code, errors) == (0, [])
+    assert "the reward model has no room here beside what runs: it was not tried" in out
 
 
 def test_heads_that_vllm_cannot_compute_are_refused_before_a_run(
