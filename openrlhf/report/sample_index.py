@@ -84,7 +84,7 @@ class SampleIndex:
         described = self._db.execute(f"DESCRIBE SELECT * FROM {source}", [paths]).fetchall()
         found = {name for name, *_ in described}
         columns = {name: name if name in found else "NULL" for name in COLUMNS}
-        columns["group_id"] = f"coalesce({columns['group_id']}, {columns['row_id']})"
+        columns["group_id"] = f"coalesce({columns['group_id']}, {columns['row']})"
         chosen = ", ".join(f"CAST({columns[name]} AS {kind})" for name, kind in COLUMNS.items())
         self._db.execute(
             f"INSERT INTO samples SELECT parse_filename(filename), file_row_number, {chosen} "

@@ -25,7 +25,7 @@ TOKEN_COLUMNS = (
 # Columns of a table of samples, and the type that a search or an order needs.
 COLUMNS = {
     "sample_id": "VARCHAR",
-    "row_id": "BIGINT",
+    "row": "BIGINT",
     "group_id": "BIGINT",
     "prompt": "VARCHAR",
     "response": "VARCHAR",
@@ -104,7 +104,7 @@ def sample_of(row: Mapping[str, Any], file: str, number: int) -> Row:
     if known["label"] is not None:
         known["label"] = str(known["label"])
     if known["group_id"] is None:
-        known["group_id"] = known["row_id"]
+        known["group_id"] = known["row"]
     tokens = {name: plain(row.pop(name, None)) for name in TOKEN_COLUMNS}
     parts = row.pop("reward_parts", None)
     known["parts"] = plain(json.loads(parts) if isinstance(parts, str) else parts)

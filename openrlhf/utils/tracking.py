@@ -212,7 +212,7 @@ def rollout_row(
     versions = rollout.weight_versions
     return rollout.extra_columns | {
         "sample_id": rollout.sample_id,
-        "row_id": rollout.row_id,
+        "row": rollout.row_id + 1,
         "group_id": rollout.group_id,
         "episode_id": rollout.episode_id,
         "datasource": rollout.datasource,

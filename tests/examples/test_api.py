@@ -92,7 +92,7 @@ def test_an_evaluation_returns_what_was_measured_of_each_model(names: dict) -> N
     assert before.run_dir != after.run_dir
     assert (after.name, after.num_prompts) == ("output/grpo", {"default": 6})
     samples = pandas.read_parquet(names["folder"] / after.samples_path)
-    rewards = samples.groupby("row_id").reward
+    rewards = samples.groupby("row").reward
     assert list(rewards.count()) == [4] * 6
     assert all(0 < reward <= 1 for reward in samples.reward)  # of short_answers
     found = after.estimates["default"]

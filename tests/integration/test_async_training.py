@@ -57,7 +57,7 @@ def histogram(steps: list[dict[str, float]]) -> dict[int, int]:
 def trained_rows(run_dir: Path) -> list[int]:
     """The row of every sample that was trained on."""
     files = sorted((run_dir / "rollouts").glob("step_*.parquet"))
-    return [row for path in files for row in pq.read_table(path)["row_id"].to_pylist()]
+    return [row for path in files for row in pq.read_table(path)["row"].to_pylist()]
 
 
 def check(steps: list[dict[str, float]], trainer: PPOTrainerAsync, *, limit: int) -> None:
@@ -98,7 +98,7 @@ def test_an_asynchronous_run_is_bounded_and_balanced(
     assert all(step["mixed_version_ratio"] == 0 for step in steps)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert any("eval/eval_odd_pass1" in record for record in records)
-    assert sorted(trained_rows(tmp_path / "run")) == sorted([*range(11)] * 2)
+    assert sorted(trained_rows(tmp_path / "run")) == sorted([*range(1, 12)] * 2)
 
 
 def workers(title: str) -> list[psutil.Process]:

@@ -75,12 +75,12 @@ def test_the_metrics_are_those_of_the_samples_that_are_kept(
     rows, metrics = samples(evaluated[0] / model), metrics_of(evaluated[0] / model)
     assert len(rows) == 7 * NUM_SAMPLES and set(rows.datasource) == {"a", "b"}
     for source, of_source in [("all", rows), *rows.groupby("datasource")]:
-        scores = [list(group.score) for _, group in of_source.groupby("row_id")]
+        scores = [list(group.score) for _, group in of_source.groupby("row")]
         for k in (1, 2, 4):
             expected = fmean(fmean(map(max, combinations(row, k))) for row in scores)
             assert metrics[f"eval/eval_{source}_pass{k}"] == pytest.approx(expected)
         assert metrics[f"eval/eval_{source}_reward"] == pytest.approx(of_source.reward.mean())
-    of_prompts = [group.score.mean() for _, group in rows.groupby("row_id")]
+    of_prompts = [group.score.mean() for _, group in rows.groupby("row")]
     assert metrics["eval/eval_all_pass1_stderr"] == pytest.approx(stdev(of_prompts) / 7**0.5)
 
 

@@ -51,7 +51,7 @@ def write_large_run(path: Path) -> Path:
         prompts = excerpts(rng, text, NUM_GROUPS)
         columns = {
             "sample_id": [f"{step}-{i}" for i in range(NUM_ROWS)],
-            "row_id": group + step * NUM_GROUPS,
+            "row": group + step * NUM_GROUPS,
             "group_id": group,
             "prompt": [prompts[i] for i in group],
             "response": excerpts(rng, text, NUM_ROWS),

@@ -60,7 +60,7 @@ def sample(step: int, group: int, number: int) -> dict:
     """
     row = {
         "sample_id": f"{step}-{group}-{number}",
-        "row_id": 10 + group,
+        "row": 10 + group,
         "prompt": f"{group}+{step}=",
         "response": ATTACK if group == 2 else f"it is {group + step}",
         "label": str(9 + group),

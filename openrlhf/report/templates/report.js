@@ -267,7 +267,7 @@ async function showSample(place) {
   const values = {
     prompt: sample.prompt, response: sample.response, label: sample.label, reward: sample.reward, ...prefixed("reward: ", sample.parts),
     score: sample.score, advantage: sample.advantage, "sampled tokens": sample.num_actions, end: sample.finish_reason,
-    source: sample.datasource, row: sample.row_id == null ? null : sample.row_id + 1, "weight version": sample.weight_version, ...sample.others,
+    source: sample.datasource, row: sample.row, "weight version": sample.weight_version, ...sample.others,
   };
   for (const [name, value] of Object.entries(values)) {
     if (value == null || value === "") continue;
