@@ -23,6 +23,7 @@ from datasets.data_files import SPLIT_KEYWORDS, DataFilesDict, EmptyDatasetError
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from openrlhf.config.base import DATA_SUFFIXES
+from openrlhf.config.common import last_words
 from openrlhf.config.local_paths import names_in, path_of
 from openrlhf.errors import ConfigError, DataError, Gathered, first_line
 from openrlhf.utils.progress import are_drawn
@@ -72,7 +73,15 @@ def load_rows(
             gathered.attempt(partial(_refuse_repeated_ids, parts))
         found.append(_capped(parts, max_samples))
     gathered.raise_if_any()
-    return _blend(found, weights, seed, max_samples)
+    return _blend(found, _short(names), weights, seed, max_samples)
+
+
+def _short(names: Sequence[str]) -> list[str | None]:
+    """Return names of several data sets without folders and suffixes; of one alone there is no need
+    for any.
+    """
+    bare = [name.removesuffix(next(filter(name.endswith, DATA_SUFFIXES), "")) for name in names]
+    return [*last_words(bare)] if len(names) > 1 else [None]
 
 
 def _parse_probs(probs: str | None, names: Sequence[str]) -> list[float] | None:
@@ -112,7 +121,11 @@ def _capped(parts: Parts, max_samples: int | None) -> Parts:
 
 
 def _blend(
-    found: list[Parts], weights: list[float] | None, seed: int, max_samples: int | None
+    found: list[Parts],
+    short_names: Sequence[str | None],
+    weights: list[float] | None,
+    seed: int,
+    max_samples: int | None,
 ) -> Dataset:
     """Return all rows of the data sets, or rows drawn from them until one is used up; raise
     DataError if their columns differ in type.
@@ -130,8 +143,11 @@ def _blend(
             "Give their common columns the same types; columns of a csv file are text."
         ) from error
     rows = rows.select(range(min(len(rows), max_samples or len(rows))))
-    # Where rows come from: one (file, number of rows) after the other.
-    rows.info.description = json.dumps({"files": [(name, len(part)) for name, part in parts]})
+    # Where rows come from: one (file, number of rows, data set) after the other.
+    files = [
+        (name, len(p), s) for each, s in zip(found, short_names, strict=True) for name, p in each
+    ]
+    rows.info.description = json.dumps({"files": files})
     return rows
 
 
@@ -415,17 +431,28 @@ def raise_bad_rows(subject: str, problems: Sequence[str], remedy: str) -> None:
 
 
 @lru_cache(maxsize=8)
-def _files(description: str | None) -> list[tuple[str, int]]:
+def _files(description: str | None) -> list[tuple[str, int, str | None]]:
     is_ours = (description or "").startswith('{"files": ')
     return json.loads(description or "")["files"] if is_ours else []
 
 
 def row_place(rows: Dataset, index: int) -> str:
     """Return `train.jsonl: row 17`, counted from 1 in its file; `row 17` for an unknown file."""
+    name, number, _ = _origin(rows, index)
+    return f"{name}: row {number}" if name else f"row {number}"
+
+
+def data_set_of(rows: Dataset, index: int) -> str | None:
+    """Return the name of the data set that a row is of, if several were named."""
+    return _origin(rows, index)[2]
+
+
+def _origin(rows: Dataset, index: int) -> tuple[str | None, int, str | None]:
+    """Return the file of a row, its number in it from 1, and the data set of the file."""
     drawn = rows._indices  # rows of a blend are picked from the data sets one after the other
     place = index if drawn is None else drawn.column(0)[index].as_py()
-    for name, count in _files(rows.info.description):
+    for name, count, data_set in _files(rows.info.description):
         if place < count:
-            return f"{name}: row {place + 1}"
+            return name, place + 1, data_set
         place -= count
-    return f"row {index + 1}"
+    return None, index + 1, None

@@ -20,6 +20,7 @@ from openrlhf.datasets.chat import (
     without_answer,
     wrap_input,
 )
+from openrlhf.datasets.loading import data_set_of
 from openrlhf.datasets.tokenized import (
     PROMPT_COLUMNS,
     Row,
@@ -49,10 +50,14 @@ class PromptDataset(TokenizedDataset):
             prompt_text=extra["text"],
             prompt_token_ids=tuple(token_ids.tolist()),
             label=row[label_key] if label_key else "",
-            datasource=str(row.get("datasource") or "default"),
+            datasource=self._source_of(row, self.row_ids[index]),
             columns={name: value for name, value in row.items() if name != self._input_key},
             source=_asked_part(row[self._input_key]),
         )
+
+    def _source_of(self, row: Row, row_id: int) -> str:
+        """Return by which name a row is evaluated: its own, or its data set's among several."""
+        return str(row.get("datasource") or data_set_of(self._rows, row_id) or "default")
 
     def asked(self, index: int) -> Any:
         """Return the prompt of `index` without what stands around it: messages, or text as the

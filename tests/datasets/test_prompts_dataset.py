@@ -3,9 +3,11 @@
 import pytest
 from datasets import Dataset
 
+from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
+from tests.tiny import write_jsonl
 from tests.utils.test_tokenizer import BOS, bos_tokenizer
 
 
@@ -20,6 +22,27 @@ def test_a_record_holds_text_ids_label_source_and_the_other_columns(tokenizer):
     assert record.prompt_token_ids == tuple(tokenizer("2+2=").input_ids)
     assert record.datasource == "math"
     assert record.columns == {"answer": "4", "datasource": "math", "level": 3}
+
+
+@pytest.mark.parametrize(
+    ("spec", "sources"),
+    [
+        ("one.jsonl", ["default", "default"]),
+        ("one.jsonl,two.jsonl", ["one", "one", "own", "two"]),
+        ("one.jsonl,folder/one.jsonl", ["one_1", "one_1", "one_2"]),
+        ("folder", ["default"]),
+    ],
+)
+def test_a_row_without_a_source_has_the_name_of_its_data_set_among_several(
+    spec, sources, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    write_jsonl("one.jsonl", [{"input": "1+1="}, {"input": "2+2="}])
+    write_jsonl("two.jsonl", [{"input": "3+3=", "datasource": "own"}, {"input": "4+4="}])
+    write_jsonl("folder/one.jsonl", [{"input": "5+5="}])
+    dataset = PromptDataset(load_rows(spec), tokenizer, RowFormat())
+    assert [dataset[i].datasource for i in range(len(dataset))] == sources
 
 
 @pytest.mark.parametrize(
