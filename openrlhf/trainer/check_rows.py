@@ -96,7 +96,7 @@ def try_rewards(
         if labels[index] and other and len({sample.reward for sample in outcome}) == 1:
             same.append(inputs.prompts.place(index))
     if same and inputs.reward_source is not None and not has_failed:
-        told = f"the reward of a row's own label is that of another row's: {'; '.join(same)}. Look "
+        told = f"a row's own label earns no more than another row's: {'; '.join(same)}. Look "
         told += "at what the function compares, the form that it reads, such as \\boxed{}, and at "
         warn(f"{told}--label_key")
 
