@@ -166,7 +166,9 @@ def test_a_row_whose_own_label_is_worth_no_more_than_another_is_named(
     Path("reward.py").write_text(f"{text}zip(queries, prompts, labels)]\n")
     with contextlib.suppress(SystemExit):
         check.main(ppo())
-    assert "earns no more than another row's: prompts.jsonl: row 2. Look at" in capsys.readouterr().err
+    assert (
+        "earns no more than another row's: prompts.jsonl: row 2. Look at" in capsys.readouterr().err
+    )
 
 
 def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
