@@ -72,6 +72,8 @@ def try_rewards(
     if config.train.agent_func_path:
         asyncio.run(_try_agent(config, inputs, gathered))
         return
+    if inputs.reward_source is None and not config.reward.model_paths:
+        return  # that none is named is said by the flags
     if inputs.reward_source is None and not has_room:
         notice("\nthe reward model has no room here beside what runs: it was not tried")
         return
