@@ -77,9 +77,7 @@ def load_rows(
 
 
 def _short(names: Sequence[str]) -> list[str | None]:
-    """Return names of several data sets without folders and suffixes; of one alone there is no need
-    for any.
-    """
+    """Return names of several data sets without folders and suffixes; [None] for a single one."""
     bare = [name.removesuffix(next(filter(name.endswith, DATA_SUFFIXES), "")) for name in names]
     return [*last_words(bare)] if len(names) > 1 else [None]
 

@@ -22,7 +22,7 @@ from typing import Any
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
-from openrlhf.utils.tracking import ENDED_FILE, METRICS_FILE, read_ending
+from openrlhf.utils.tracking import ENDED_FILE, METRICS_FILE, holds_a_run
 
 MANIFEST = "manifest.json"
 TEMPORARY = "tmp-"
@@ -157,11 +157,9 @@ def set_earlier_run_aside(folder: Path, *, keeps_model: bool) -> Path | None:
     With `keeps_model` its model stays: the new run reads from it. Logs stay, for each start has
     files of its own.
     """
-    if not (folder / METRICS_FILE).exists():
-        if "error" in (read_ending(folder) or {}):  # it failed before its first step
-            (folder / ENDED_FILE).unlink()
-        if not (folder / ENDED_FILE).exists():
-            return None
+    if not holds_a_run(folder):
+        (folder / ENDED_FILE).unlink(missing_ok=True)
+        return None
     patterns = RECORDS if keeps_model else (*RECORDS, *MODEL_FILES)
     paths = {path for pattern in patterns for path in folder.glob(pattern)}
     return move_aside(folder, sorted(paths))

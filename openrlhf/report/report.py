@@ -9,10 +9,10 @@ from pathlib import Path
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.common import RunConfig
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.report.run_folder import CONFIG_FILE, Run, is_run, read_runs
+from openrlhf.report.run_folder import CONFIG_FILE, Run, read_runs
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.threads import start_thread
-from openrlhf.utils.tracking import note_error
+from openrlhf.utils.tracking import holds_a_run, note_error
 
 REPORT_FILE = "report.html"
 PICTURE_FILE = "curves.png"
@@ -45,8 +45,8 @@ def write_report(run_dirs: Sequence[Path], output_path: Path) -> list[Run]:
 @contextmanager
 def reporting(config: RunConfig, *, is_resumed: bool) -> Iterator[None]:
     """Write the report of the run that this block loads and trains, however it ends, and the error
-    that ended it. A run that is refused leaves the folder as it was, and so does one that fails
-    while its models load if the folder is another run's.
+    that ended it. While models load, only a failure is reported, and only in a folder that holds no
+    other run; what is refused or interrupted leaves the folder as it was.
     """
     run_dir = Path(config.ckpt.output_dir)
     file = run_dir / CONFIG_FILE  # written once the models are loaded
@@ -54,19 +54,20 @@ def reporting(config: RunConfig, *, is_resumed: bool) -> Iterator[None]:
     def written() -> int | None:
         return file.stat().st_mtime_ns if file.exists() else None
 
-    before, is_free = written(), is_resumed or not is_run(run_dir)
+    before = written()
     try:
         yield
     except BaseException as error:
         is_failure = isinstance(error, Exception) and not isinstance(error, ConfigError)
-        if written() == before and is_failure and is_free:  # while the models were loading
+        is_loading = written() in (None, before)
+        if is_loading and is_failure and (is_resumed or not holds_a_run(run_dir)):
             with suppress(OSError):
                 save_resolved(config, file)
-        if written() != before:
+        if written() not in (None, before):
             note_error(run_dir, error)
         raise
     finally:
-        if written() != before:
+        if written() not in (None, before):
             report_or_warn([run_dir], run_dir / REPORT_FILE)
 
 

@@ -84,7 +84,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         f"{path} is no run folder: it has no {METRICS_FILE}. Type a folder that a run wrote, the "
         "one named by --save_path."
         for path in paths
-        if not is_run(path)
+        if not _is_run(path)
     ]
     if wrong:
         raise ConfigError(wrong)
@@ -95,14 +95,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     ]
 
 
-def is_run(path: Path) -> bool:
-    """Return True if a run wrote its metrics or its settings to a folder."""
+def _is_run(path: Path) -> bool:
     return (path / METRICS_FILE).exists() or (path / CONFIG_FILE).exists()
 
 
 def _runs_in(path: Path) -> list[Path]:
     """Return the runs in a folder that is none itself; else the folder."""
-    inside = [] if is_run(path) else sorted(path.glob(f"*/{METRICS_FILE}"))
+    inside = [] if _is_run(path) else sorted(path.glob(f"*/{METRICS_FILE}"))
     return [file.parent for file in inside] or [path]
 
 

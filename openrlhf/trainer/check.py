@@ -1,4 +1,5 @@
-"""`openrlhf check`: all that a run finds out before it computes; nothing is computed.
+"""`openrlhf check`: all that a run finds out before it computes. Nothing is generated or
+trained; reward models that have room score two rows.
 
 The checks are those of the run itself. Then it says what would be trained: batches, who runs where,
 memory and disk, two rows as the model reads them, and two through the reward.

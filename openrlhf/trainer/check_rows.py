@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import rich.text
@@ -75,13 +76,16 @@ def try_rewards(
     if inputs.reward_source is None and not config.reward.model_paths:
         return  # that none is named is said by the flags
     if inputs.reward_source is None and not has_room:
-        notice("\nthe reward model has no room here beside what runs: it was not tried")
+        notice("\nthe reward models were not tried: they have no room here, or an unknown size")
         return
     near = [inputs.prompts[index] for index in range(min(NUM_COMPARED, len(inputs.prompts)))]
     labels = [_words(prompt.label) for prompt in near]
     others = [next((word for word in labels if word != own), "") for own in labels[:NUM_ROWS]]
+    scorer: Scorer | None
     if inputs.reward_source is None:
-        scorer: Scorer = _loaded(config)
+        scorer = gathered.attempt(partial(_loaded, config))
+        if scorer is None:
+            return
     else:
         scorer = SourceScorer(inputs.reward_source, config.rollout.micro_batch_size, max_steps=1)
     same, has_failed = list[str](), False

@@ -171,7 +171,8 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
     rows = [rollout_row(rollout, inputs.token_texts) for rollout in rollouts]
     file = write_rollouts(inputs.run_dir, 0, rows, num_kept=1, kind="eval_step")
     show_samples(name, rollouts, config.logger.print_samples, file=file)
-    if len({rollout.datasource for rollout in rollouts}) > 1:
+    sources = {rollout.datasource for rollout in rollouts}
+    if len(sources) > 1 and ALL not in sources:
         rollouts = [*rollouts, *(replace(rollout, datasource=ALL) for rollout in rollouts)]
     metrics = samples.metrics.values() | evaluation_metrics(rollouts, config.ks)
     save_resolved(config, inputs.run_dir / "config.yaml")

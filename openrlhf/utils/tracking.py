@@ -57,6 +57,18 @@ def read_ending(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
+def holds_a_run(folder: Path) -> bool:
+    """Return True if a run left records in a folder. One that failed while its models loaded left
+    none, only its error.
+    """
+    ended = read_ending(folder)
+    if ended is not None and "error" in ended:
+        names: tuple[str, ...] = (METRICS_FILE, "rollouts", "dumps")
+    else:
+        names = (METRICS_FILE, ENDED_FILE)
+    return any((folder / name).exists() for name in names)
+
+
 class Tracker:
     """One JSON object a step in `metrics.jsonl`: `{"step": 3, "time": 1.7e9, "reward": 0.5, ...}`;
     the same to further sinks.

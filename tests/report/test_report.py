@@ -230,7 +230,9 @@ def test_training_that_fails_while_models_load_ends_with_a_report_and_starts_ane
 
     with monkeypatch.context() as patch:
         patch.setattr(ppo_run, "init_models", fail)
-        assert start(root, run_dir, GRPO, "--max_samples", "4") != 0
+        for seed in ("1", "2"):  # each start says its own
+            assert start(root, run_dir, GRPO, "--max_samples", "4", "--seed", seed) != 0
+            assert f"seed: {seed}\n" in (run_dir / "config.yaml").read_text()
     page = (run_dir / "report.html").read_text()
     assert "ended after step 0: RuntimeError: out of memory" in page
     assert start(root, run_dir, GRPO, "--max_samples", "4") == 0
