@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from openrlhf.cli.main import main
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.distributed.folders import set_earlier_run_aside
 from openrlhf.errors import ConfigError
 from openrlhf.report.curves import Curve, Panel
 from openrlhf.report.picture import _draw
@@ -170,6 +171,25 @@ def test_a_run_that_fails_while_models_load_has_a_report_and_one_refused_has_non
         assert "RuntimeError: out of memory" in (run_dir / "report.html").read_text()
     elif is_used:
         assert (run_dir / "config.yaml").read_text() == before
+
+
+def test_a_run_that_is_refused_after_the_earlier_one_was_moved_leaves_no_ending(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    with pytest.raises(ConfigError), reporting(config_of(run_dir), is_resumed=False):
+        set_earlier_run_aside(run_dir, keeps_model=False)
+        raise ConfigError("no room")
+    assert {path.name for path in run_dir.iterdir()} & {"ended.json", "report.html"} == set()
+
+
+@pytest.mark.parametrize("left", [(), ("rollouts",), ("dumps",)])
+def test_samples_of_a_first_step_that_failed_are_moved_aside(left, tmp_path):
+    (tmp_path / "ended.json").write_text('{"error": "ValueError: nan"}')
+    for name in left:
+        (tmp_path / name).mkdir()
+    moved = set_earlier_run_aside(tmp_path, keeps_model=False)
+    assert (moved is not None) == bool(left)
+    assert not (tmp_path / "ended.json").exists()
+    assert not any((tmp_path / name).exists() for name in left)
 
 
 def test_a_folder_of_runs_stands_for_its_runs(tmp_path):

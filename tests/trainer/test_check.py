@@ -256,6 +256,10 @@ def test_a_command_that_is_none_gets_the_list(capsys: pytest.CaptureFixture[str]
             "eval --remote_rm_url gone.py",
             ("No evaluation data", "No model", "--remote_rm_url gone"),
         ),
+        (
+            "ppo-local --pretrain model --prompt_data prompts.jsonl --input_key question",
+            ("There is no reward",),
+        ),
         ("kd --pretrain model --dataset prompts.jsonl --input_key quest", ("No teacher", "column")),
         ("prm --pretrain model --dataset gone.jsonl", ("No step end", "--dataset gone.jsonl")),
     ],
