@@ -321,8 +321,7 @@ class RunCheckpoints:
                         together(partial(write, path))
                 on_main(lambda: self.store.commit(step, state))
         except CheckpointError as error:
-            if is_main():
-                self.store.discard(step)
+            on_main(lambda: self.store.discard(step))
             return error
         return None
 
