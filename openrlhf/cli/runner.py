@@ -101,7 +101,12 @@ def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = F
 
     A check goes on after problems; UNNAMED stands for a model or data set that is not named.
     """
-    from openrlhf.utils.logging import quiet_frameworks, say_notices  # noqa: PLC0415 - as above
+    from openrlhf.utils.logging import (  # noqa: PLC0415 - as above
+        collected_warnings,
+        notice,
+        quiet_frameworks,
+        say_notices,
+    )
     from openrlhf.utils.progress import progress  # noqa: PLC0415 - as above
 
     quiet_frameworks()
@@ -119,9 +124,13 @@ def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = F
     assert load is not None, "cli/check.py names those that have one"
     with progress("loading libraries", is_shown=is_main):
         work = load(config)
-    if is_main:
-        say_notices(parsed.notices)
-    work(*[parsed.problems] * only_checks)
+    with collected_warnings() as warnings:
+        if is_main:
+            say_notices(parsed.notices)
+        work(*[parsed.problems] * only_checks)
+    if only_checks and is_main:
+        told = f", but {len(warnings)} warning(s) above" if warnings else ""
+        notice(f"\nno problem was found{told}")
 
 
 def version_text() -> str:

@@ -81,7 +81,7 @@ class PromptDataset(TokenizedDataset):
         self._input_key, *_ = self._columns
         is_chat = self._uses_chat_template([self._input_key])
         self._format = replace(self._format, apply_chat_template=is_chat)
-        how = "messages, with the chat template" if is_chat else "text"
+        how = self._words_of_chat([self._input_key]) if is_chat else "text"
         self._say_read([self._input_key], how, fills_template=not is_chat)
 
     def _tokens_of(self, row: Row) -> Tokenised:

@@ -84,7 +84,7 @@ class PreferenceDataset(TokenizedDataset):
             prompt, names = None, names[1:]
         self._format = replace(form, prompt_key=prompt, apply_chat_template=is_chat)
         how = "text" if prompt else "text without a prompt column"
-        how = "messages, with the chat template" if is_chat else how
+        how = self._words_of_chat(names) if is_chat else how
         self._say_read(names, how, fills_template=prompt is not None and not is_chat)
 
     def _is_in_answers(self, names: Sequence[str]) -> bool:

@@ -98,7 +98,7 @@ class SFTDataset(TokenizedDataset):
         self._format = replace(form, apply_chat_template=is_chat, pretrain_mode=is_text)
         how = "text, of which every token is learnt" if is_text else "text"
         is_plain = not is_text and not is_chat and RENDERED not in rows.column_names
-        how = "messages, with the chat template" if is_chat else how
+        how = self._words_of_chat(self._columns) if is_chat else how
         self._say_read(self._columns, how, fills_template=is_plain)
 
     def asked(self, row: Row) -> Any:

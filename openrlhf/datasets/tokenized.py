@@ -222,6 +222,15 @@ class TokenizedDataset(ABC):
             chat_template_of(self._encoder.tokenizer)
         return is_chat
 
+    def _words_of_chat(self, columns: Iterable[str | None]) -> str:
+        """Return how columns are read that the chat template renders."""
+        is_dialogue = any(holds_dialogues(self._rows, name) for name in columns if name)
+        return (
+            "messages, with the chat template"
+            if is_dialogue
+            else "text, put into the chat template"
+        )
+
     def _say_read(
         self, columns: Sequence[str | None], how: str, *, fills_template: bool = False
     ) -> None:

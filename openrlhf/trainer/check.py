@@ -10,6 +10,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy, effective_stage, tr
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.vllm_cpu import cache_bytes
 from openrlhf.errors import ConfigError, Gathered
-from openrlhf.models.loading import say_padded
+from openrlhf.models.loading import resolve_dtype, say_padded
 from openrlhf.models.support import check_here
 from openrlhf.trainer import supervised_run
 from openrlhf.trainer.base_trainer import Inputs
@@ -163,7 +164,7 @@ def _check_rl(config: PPOConfig, gathered: Gathered, *, on_ray: bool) -> None:
             if inputs is not None and demands:
                 _say_run(plan, config, inputs, view)
             plan.check()
-            for data in (inputs.prompts, inputs.texts) if inputs else ():
+            for data in (inputs.prompts, inputs.eval_prompts, inputs.texts) if inputs else ():
                 if data is not None:
                     say_rows(data, inputs.tokenizer)
             if inputs is not None:
@@ -179,7 +180,7 @@ def _say_run(plan: "Plan", config: PPOConfig, inputs: RunInputs, view: ClusterVi
     elif (policy := plan.shapes.get("actor")) is not None:
         cluster = Cluster(plan.demands, view, policy.dtype, {}, ())
         sizes = {role: shape.num_parameters for role, shape in plan.shapes.items()}
-        print_banner(banner_sections(config, inputs.updates, cluster, sizes, num_prompts))
+        print_banner(banner_sections(config, inputs, cluster, sizes))
     if view is not None and view.has_gpus:
         notice(f"placement\n{demand_table(plan.demands, view)}")
 
@@ -209,7 +210,6 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
     if problems := [*said, *found]:
         error = ConfigError(list(dict.fromkeys(problems)))
         raise error.in_user_code("\n".join(gathered.user_tracebacks))
-    notice("\nno problem was found")
 
 
 def _check_is_free(folder: Path, flag: str) -> None:
@@ -387,8 +387,13 @@ class Plan:
 
     def has_room_for(self, roles: Iterable[str]) -> bool:
         """Return True if this machine has memory now for the weights of these roles."""
-        shapes = [self.shapes.get(role) for role in roles]
-        sizes = [shape.num_bytes(self.config.ds) for shape in shapes if shape is not None]
+        shapes, ds = [self.shapes.get(role) for role in roles], self.config.ds
+        here = [
+            replace(shape, dtype=resolve_dtype(ds.param_dtype, shape.config))
+            for shape in shapes
+            if shape is not None
+        ]
+        sizes = [shape.num_bytes(ds) for shape in here]
         has_gpu = torch.cuda.is_available()
         free = torch.cuda.mem_get_info()[0] if has_gpu else psutil.virtual_memory().available
         return len(sizes) == len(shapes) and sum(sizes) < ROOM * free

@@ -16,7 +16,7 @@ from torch import Tensor
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.engines.base import Completion, GenerationRequest
-from openrlhf.errors import ConfigError, Gathered, RewardError
+from openrlhf.errors import ConfigError, Gathered, RewardError, first_line
 from openrlhf.models.loading import default_device_type, load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.rollout.agents.episodes import AgentEpisodes, agent_setup
@@ -83,7 +83,11 @@ def try_rewards(
     others = [next((word for word in labels if word != own), "") for own in labels[:NUM_ROWS]]
     scorer: Scorer | None
     if inputs.reward_source is None:
-        scorer = gathered.attempt(partial(_loaded, config))
+        try:
+            scorer = gathered.attempt(partial(_loaded, config))
+        except (MemoryError, OSError, RuntimeError) as error:
+            notice(f"\nthe reward models were not tried: {first_line(error)}")
+            return
         if scorer is None:
             return
     else:

@@ -140,7 +140,7 @@ def _run(
     state.check_is_shared()
     phases.sleep()
     sizes = init_models(config, groups, inputs.updates, phases)
-    print_banner(banner_sections(config, inputs.updates, cluster, sizes, len(inputs.prompts)))
+    print_banner(banner_sections(config, inputs, cluster, sizes))
     rollouts = rollouts_of(config, inputs, cluster, phases)
     opened.clear_folder(inputs.run_dir, config)
     settings, resume_step = config.model_dump(mode="json"), opened.resume_step
@@ -266,15 +266,10 @@ def rollouts_of(
 
 
 def banner_sections(
-    config: PPOConfig,
-    updates: Sequence[int],
-    cluster: Cluster,
-    sizes: Mapping[str, int],
-    num_prompts: int,
+    config: PPOConfig, inputs: RunInputs, cluster: Cluster, sizes: Mapping[str, int]
 ) -> dict[str, Mapping[str, object]]:
-    """Return the lines a run opens with; `sizes` are parameter counts by role, `num_prompts` of one
-    episode.
-    """
+    """Return the lines a run opens with; `sizes` are parameter counts by role."""
+    updates, num_prompts, held_out = inputs.updates, len(inputs.prompts), inputs.eval_prompts
     view, train, rollout, reward = cluster.view, config.train, config.rollout, config.reward
     demands = {demand.role: demand for demand in cluster.demands}
     # Roles of one pool share devices; without Ray there are no pools.
@@ -301,6 +296,9 @@ def banner_sections(
         f"{num_samples}; {max(updates)} update(s) of "
         f"{min(train.batch_size, num_samples)} samples a step",
         "steps": f"{len(updates)} ({num_prompts} prompts x {train.num_episodes} episode(s))",
+        "evaluation": "none"
+        if held_out is None
+        else f"{len(held_out)} prompts x {inputs.eval_sampling.num_samples} samples",
         "folder": config.ckpt.output_dir,
     }
     return {"models": models, "run": run}

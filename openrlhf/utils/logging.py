@@ -13,8 +13,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -78,6 +78,19 @@ def warn(message: str) -> None:
     """Say one line that deserves attention on stderr and in the role's log file."""
     make_console(is_error=True).print(f"warning: {message}", style="yellow")
     _LOGGER.warning(message)
+
+
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Collect what is warned of in the block."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    _LOGGER.addHandler(handler)
+    try:
+        yield found
+    finally:
+        _LOGGER.removeHandler(handler)
 
 
 @cache
@@ -201,6 +214,7 @@ def short_name(name: str) -> str:
     return name.removeprefix("eval/").removeprefix("eval_")
 
 
+SAME_REWARD = 1e-6  # the spread of rewards within prompts, below which they are equal
 MAX_TRUNCATED_RATIO = 0.3
 MAX_MISMATCH_KL = 0.01
 MIN_ENTROPY_RATIO = 0.1  # of the entropy at the start of the run
@@ -210,7 +224,7 @@ NUM_START_STEPS = 5
 def _red_flags(metrics: Values, history: Sequence[Values], *, example: str) -> dict[str, str]:
     """Return what is wrong at a step, by the metric that shows it."""
     found = {}
-    if metrics.get("group_reward_std", 1.0) < 1e-6:
+    if metrics.get("group_reward_std", 1.0) < SAME_REWARD:
         found["group_reward_std"] = (
             "all samples of every prompt got the same reward, so this step teaches nothing. "
             "Look at what the reward function returns; if that is right, try other prompts, a "

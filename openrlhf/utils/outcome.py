@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from openrlhf.utils.logging import LOSSES, STDERR, Values, notice, short_name, warn
+from openrlhf.utils.logging import LOSSES, SAME_REWARD, STDERR, Values, notice, short_name, warn
 
 MAX_FALL = 2.0  # standard errors of a difference that may be chance
 PASS1 = "_pass1"  # ends the name of the pass rate of a data source
@@ -26,9 +26,11 @@ def say_outcome(
 ) -> None:
     """Compare the first, the best and the last of several evaluations by a metric, or else of the
     steps of training; warn of a model that became worse than its best by it, or by pass@1 of
-    another data source. `steps` is all that was logged; `where` returns where the model of a step
-    is.
+    another data source. Say how many steps taught nothing. `steps` is all that was logged; `where`
+    returns where the model of a step is.
     """
+    if words := taught_nothing(steps):
+        notice(f"hint: {words}")
     if name is None or len({values["step"] for values in known(found, name)}) < 2:
         say_best_step(steps)
         return
@@ -49,6 +51,18 @@ def say_outcome(
                 f"{last['step']:.0f}, by more than two standard errors. The model of step {step}: "
                 f"{where(step)}."
             )
+
+
+def taught_nothing(records: Sequence[Values]) -> str:
+    """Return how many logged steps had equal rewards within every prompt; empty if none had."""
+    spreads = [values["group_reward_std"] for values in known(records, "group_reward_std")]
+    count = sum(spread < SAME_REWARD for spread in spreads)
+    if not count:
+        return ""
+    return (
+        f"{count} of {len(spreads)} logged steps taught nothing: all samples of every prompt got "
+        "the same reward"
+    )
 
 
 def other_pass_rates(records: Sequence[Values], name: str) -> list[str]:

@@ -1,11 +1,13 @@
-"""Models and data sets of ModelScope (--use_ms), fetched by its own library.
+"""Models and data sets of hubs, before anything reads them.
 
-Every id of a command line becomes the folder of its snapshot before anything reads it, so nothing
-else knows which hub it came from.
+Ids of ModelScope (--use_ms) become the folders of their snapshots, which its own library fetches.
+Ids of the Hugging Face hub stay, and a hub that does not answer is said once.
 """
 
 import logging
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -14,6 +16,7 @@ from openrlhf.config.local_paths import is_hub_id, named_things
 from openrlhf.errors import ConfigError, first_line
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
+HUB_TIMEOUT_S = 10.0  # for its first answer
 
 
 def library_problems(config: CommandConfig) -> Iterator[str]:
@@ -26,9 +29,15 @@ def library_problems(config: CommandConfig) -> Iterator[str]:
 
 
 def with_snapshots(config: ConfigT, *, is_shown: bool) -> ConfigT:
-    """Put the folder of its snapshot in the place of every id, with a bar while files come; raise
-    ConfigError that lists the ids that cannot be had.
+    """Put the folder of its snapshot in the place of every id of ModelScope, with a bar while files
+    come; raise ConfigError that lists the ids that cannot be had. Ask the Hugging Face hub whether
+    it answers, where it has ids.
     """
+    ids = [
+        name for _, opens, names in named_things(config) for name in names if is_hub_id(opens, name)
+    ]
+    if ids and not config.use_ms:
+        _ask_hub(ids, is_shown=is_shown)
     problems = []
     for option, opens, names in named_things(config) if config.use_ms else ():
         before = list(names)
@@ -44,6 +53,32 @@ def with_snapshots(config: ConfigT, *, is_shown: bool) -> ConfigT:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _ask_hub(ids: Sequence[str], *, is_shown: bool) -> None:
+    """Make this process and its children read caches only, if the Hugging Face hub does not answer:
+    its library would try again for each file, half a minute at a time.
+    """
+    from huggingface_hub import constants, get_session  # noqa: PLC0415 - it would slow --help
+
+    from openrlhf.utils.logging import warn  # noqa: PLC0415 - rich would slow --help
+    from openrlhf.utils.progress import progress  # noqa: PLC0415
+
+    if constants.is_offline_mode():
+        return
+    try:
+        with progress(f"asking {constants.ENDPOINT}", is_shown=is_shown):
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - which client that is depends on the library
+        if is_shown:
+            warn(
+                f"{constants.ENDPOINT} does not answer ({first_line(error)}): {', '.join(ids)} can "
+                "only come from this machine's cache"
+            )
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+        if (datasets := sys.modules.get("datasets")) is not None:
+            datasets.config.HF_HUB_OFFLINE = True
 
 
 def _snapshot(name: str, kind: str, *, is_shown: bool) -> str:

@@ -105,6 +105,9 @@ def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, colum
     assert dataset.notices == [f"'{column}' read as messages, with the chat template"]
     with pytest.raises(DataError, match="row 1: NoneType instead of text or a message list"):
         prompts(tokenizer, rows)
+    text = prompts(tokenizer, [{column: "hi"}], apply_chat_template=True)
+    assert text[0].prompt_text == "<|user|>hi<|end|><|assistant|>"
+    assert text.notices == [f"'{column}' read as text, put into the chat template"]
 
 
 @pytest.mark.parametrize(

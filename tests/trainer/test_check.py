@@ -13,6 +13,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import Gathered
 from openrlhf.trainer import check as check_module
+from openrlhf.trainer import check_rows
 from openrlhf.trainer.check import Plan, _rl_models
 from openrlhf.trainer.ppo_run import worker_classes
 from openrlhf.trainer.ray.cluster import local_demands
@@ -75,8 +76,10 @@ def ppo(**flags: str) -> list[str]:
 def test_a_check_says_what_would_be_trained_and_touches_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    write_jsonl("asked.jsonl", [{"question": "7+7=", "answer": "14"}])
+    words = ppo(save_steps="5", ckpt_path="ckpt", eval_dataset="asked.jsonl")
     before = sorted(Path().iterdir())
-    code, out, errors = run(capsys, ppo(save_steps="5", ckpt_path="ckpt"))
+    code, out, errors = run(capsys, words)
     assert (code, errors) == (0, [])
     for words in (
         "8 prompts x 2 samples = 16; 2 update(s) of 8 samples a step",
@@ -90,6 +93,8 @@ def test_a_check_says_what_would_be_trained_and_touches_nothing(
         "are free",
         "checkpoints  3 of ",
         "prompts.jsonl: row 1: 4 tokens\n1+1=\n",
+        "evaluation  1 prompts x 4 samples",
+        "asked.jsonl: row 1: 4 tokens\n7+7=\n",
         "reward of prompts.jsonl: row 1, label '2'\n  response '2': 1\n  response '4': 0\n",
         "reward of prompts.jsonl: row 2, label '4'\n  response '4': 1\n  response '2': 0\n",
     ):
@@ -166,9 +171,9 @@ def test_a_row_whose_own_label_is_worth_no_more_than_another_is_named(
     Path("reward.py").write_text(f"{text}zip(queries, prompts, labels)]\n")
     with contextlib.suppress(SystemExit):
         check.main(ppo())
-    assert (
-        "earns no more than another row's: prompts.jsonl: row 2. Look at" in capsys.readouterr().err
-    )
+    out, err = capsys.readouterr()
+    assert "earns no more than another row's: prompts.jsonl: row 2. Look at" in err
+    assert out.endswith("no problem was found, but 1 warning(s) above\n")
 
 
 def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,10 +290,19 @@ def test_a_reward_model_scores_two_rows(capsys, monkeypatch):
             ids = [*tokenizer.encode(f"{row}+{row}={response}"), tokenizer.eos_token_id]
             expected = model(torch.tensor([ids])).logits.item()
             assert float(score) == pytest.approx(expected, rel=1e-4)
+
+    def load_without_room(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(check_rows, "load_sequence_model", load_without_room)
+        code, out, errors = run(capsys, [*words, "--label_kex", "x"])
+    assert (code, len(errors)) == (2, 1)  # nothing else is lost
+    assert "the reward models were not tried: out of memory" in out
     monkeypatch.setattr(check_module, "ROOM", 0.0)
     code, out, errors = run(capsys, words)
     assert (code, errors) == (0, [])
-    assert "the reward models were not tried" in out
+    assert "the reward models were not tried: they have no room here" in out
 
 
 def test_heads_that_vllm_cannot_compute_are_refused_before_a_run(

@@ -7,7 +7,7 @@ import pytest
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.utils.logging import STDERR
 from openrlhf.utils.metrics import Metrics, standard_errors
-from openrlhf.utils.outcome import has_fallen, noteworthy, say_outcome
+from openrlhf.utils.outcome import has_fallen, noteworthy, say_outcome, taught_nothing
 from tests.trainer.test_experience import rollout
 
 
@@ -91,6 +91,22 @@ def test_without_evaluations_the_best_step_of_training_is_said(
     records = [{"step": 1, "reward": 0.5, "loss": 1.0}, {"step": 2, "reward": 0.25, "loss": 0.5}]
     say_outcome(None, [], records, where=str)
     assert capsys.readouterr().out == "reward of a step: best 0.5 (step 1), last 0.25 (step 2)\n"
+
+
+def test_steps_that_taught_nothing_are_counted_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spreads = (0.0, 0.5, 1e-9, 0.25)
+    records = [{"step": 0, "eval/p": 1.0}]
+    records += [
+        {"step": step, "reward": 0.5, "group_reward_std": spread}
+        for step, spread in enumerate(spreads, start=1)
+    ]
+    told = "2 of 4 logged steps taught nothing: all samples of every prompt got the same reward"
+    say_outcome(None, [], records, where=str)
+    assert capsys.readouterr().out.splitlines()[0] == f"hint: {told}"
+    assert taught_nothing(records) == told
+    assert taught_nothing(records[2:3]) == ""
 
 
 def test_the_standard_error_of_equal_parts_is_that_of_their_mean() -> None:

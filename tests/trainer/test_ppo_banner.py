@@ -26,7 +26,13 @@ def banner(
     placed: Any = SimpleNamespace(demands=demands, view=cluster, policy_dtype=torch.float32)
     sizes = {demand.role: SIZES[demand.role] for demand in demands if demand.role in SIZES}
     updates = planned_updates(config, num_prompts)
-    sections = banner_sections(config, updates, placed, sizes, num_prompts)
+    inputs: Any = SimpleNamespace(
+        updates=updates,
+        prompts=range(num_prompts),
+        eval_prompts=range(5),
+        eval_sampling=SimpleNamespace(num_samples=4),
+    )
+    sections = banner_sections(config, inputs, placed, sizes)
     return dict(sections["models"]), dict(sections["run"])
 
 
@@ -47,6 +53,7 @@ def test_every_model_is_named_with_its_size_its_ranks_and_its_place() -> None:
     }
     assert run["reward"] == "/m/a, /m/b"
     assert run["devices"] == "8 GPU(s), 64 core(s)"
+    assert run["evaluation"] == "5 prompts x 4 samples"
 
 
 def test_a_set_smaller_than_the_batch_is_what_a_step_takes() -> None:

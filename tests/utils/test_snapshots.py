@@ -1,9 +1,12 @@
-"""Models and data sets of ModelScope: ids become folders, what cannot be had is listed."""
+"""Models and data sets of hubs: ids of ModelScope become folders, what cannot be had is listed."""
 
+import os
 from pathlib import Path
 
+import datasets
 import modelscope
 import pytest
+from huggingface_hub import constants
 from modelscope_hub.errors import HubError
 
 from openrlhf.config.cli import parse_config
@@ -57,3 +60,23 @@ def test_a_library_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch
     code, said = refuse("train_sft", words)
     assert (code, len(said.splitlines())) == (2, 1)
     assert "--use_ms" in said and "pip install '.[modelscope]'" in said
+
+
+def test_a_hub_that_does_not_answer_is_said_once_and_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    here = write_jsonl(tmp_path / "here.jsonl", [{"input": "a"}])
+    local = f"--pretrain {tmp_path} --prompt_data {here} --remote_rm_url http://a/b"
+    for line, said in ((local, ""), (local.replace(str(tmp_path), "org/tiny", 1), "org/tiny")):
+        for _ in range(2):
+            config = parse_config(PPOConfig, line.split()).config
+            assert with_snapshots(config, is_shown=True) == config
+        warned = capsys.readouterr().err
+        assert warned.count("http://127.0.0.1:9 does not answer") == bool(said)
+        assert said in warned
+        assert constants.HF_HUB_OFFLINE is datasets.config.HF_HUB_OFFLINE is bool(said)
+        assert os.environ["HF_HUB_OFFLINE"] == str(int(bool(said)))
