@@ -358,7 +358,10 @@ def _json_values(path: Path, problems: list[str]) -> Iterator[tuple[str, object]
                     _text(line), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
                 )
             except (ValueError, RecursionError) as error:
-                problems.append(f"{place}: not JSON: {first_line(error)} (record at byte {offset})")
+                reason = first_line(error)
+                if isinstance(error, json.JSONDecodeError) and not is_array:
+                    reason = f"{error.msg}, column {error.colno}"  # of the line that `place` names
+                problems.append(f"{place}: not JSON: {reason} (record at byte {offset})")
                 continue
             if is_array:
                 yield from ((f"{path}: row {i}", item) for i, item in enumerate(value, start=1))

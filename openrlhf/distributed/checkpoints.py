@@ -222,6 +222,12 @@ class RunCheckpoints:
             if is_main():
                 notice(f"no checkpoint in {self.config.path}: starting new")
             return
+        other, own = saved.state.get("run_dir"), str(Path(self.config.output_dir).resolve())
+        if other not in (None, own) and Path(other).exists():
+            raise ConfigError(
+                f"{saved.path} is of the run in {other}, not of --save_path {own}. Type --save_path "
+                f"{other} to go on with that run, or --ckpt_path with a folder for this one alone."
+            )
         if (found := saved.state["data"]) != asdict(self.data):
             raise DataError(
                 f"The data changed since {saved.path} was written: {found['num_samples']} samples "
@@ -372,7 +378,8 @@ class RunCheckpoints:
         try:
             with folders.holding(self.store.root, "--ckpt_path"):
                 self.store.remove_torn()
-                self.set_later_aside()
+                if (aside := self.set_later_aside()) is not None:
+                    warn(f"checkpoints of another run were moved to {aside}")
         except ConfigError as error:
             raise CheckpointError(str(error)) from None
 

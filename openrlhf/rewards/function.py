@@ -46,6 +46,11 @@ class Part:
     name: str
     weight: float
 
+    @property
+    def source(self) -> str:
+        """Return where it is defined, and its own name."""
+        return f"{defined_at(self.file, self.function)}: {_name(self.function)}"
+
 
 class UserFunctions:
     """The functions of one or several files, with their ways of being called."""
@@ -133,7 +138,7 @@ class UserFunctions:
                 *(list(batch.queries), list(batch.prompts), list(batch.labels)),
                 **{name: value for name, value in optional.items() if name in named},
             )
-            result = checked_result(answer, batch=batch, source=part.file)
+            result = checked_result(answer, batch=batch, source=part.source)
             return result.rewards, result
         metrics: dict[str, object] = {}
         columns: dict[str, object] = {}
@@ -143,11 +148,11 @@ class UserFunctions:
         }
         answer = self._call(part, **accepted(part.function, arguments))
         if isinstance(answer, Mapping):
-            result = checked_result(answer, batch=batch, source=part.file)
+            result = checked_result(answer, batch=batch, source=part.source)
             return result.rewards, result
-        numbers = optional_numbers(answer, f"{part.file}: {part.name}", batch)
+        numbers = optional_numbers(answer, part.source, batch)
         said = {"rewards": [0.0] * len(batch), "extra_logs": metrics, "extra_columns": columns}
-        return numbers, checked_result(said, batch=batch, source=part.file)
+        return numbers, checked_result(said, batch=batch, source=part.source)
 
     def _call(self, part: Part, /, *args: object, **kwargs: object) -> object:
         with blaming(part.file, RewardError):
@@ -226,10 +231,10 @@ def _functions(module: ModuleType, path: str) -> list[RewardFunction]:
 def _check_form(part: Part) -> None:
     """Raise ConfigError for a function that cannot be called in a known form."""
     if not _takes_queries(part.function) and not _wants_completions(part.function):
+        name = _name(part.function)
         raise ConfigError(
-            f"{defined_at(part.file, part.function)}: {_name(part.function)}"
-            f"{inspect.signature(part.function)} cannot be called. Write reward_func(queries, "
-            "prompts, labels) or f(prompts, completions, **columns)."
+            f"{part.source}{inspect.signature(part.function)} cannot be called. Write "
+            f"{name}(queries, prompts, labels) or {name}(prompts, completions, **columns)."
         )
 
 

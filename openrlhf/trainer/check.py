@@ -52,8 +52,8 @@ from openrlhf.trainer.ppo_run import banner_sections, worker_classes
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
     check_runs_without_ray,
+    gather_inputs,
     named_models,
-    prepare_inputs,
 )
 from openrlhf.trainer.ray.cluster import MAX_NUM_SEQS, Cluster, local_demands
 from openrlhf.trainer.ray.launcher import find_cluster, ray_session
@@ -153,7 +153,7 @@ def _check_rl(config: PPOConfig, gathered: Gathered, *, on_ray: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:  # for what the reward function prints
         trial = with_value(config, "ckpt.output_dir", folder)
         trial = with_value(trial, "reward.timeout_s", min(config.reward.timeout_s, REWARD_S))
-        inputs = gathered.attempt(partial(prepare_inputs, trial, has_engines=has_engines))
+        inputs = gather_inputs(trial, gathered, has_engines=has_engines)
         source = inputs and inputs.reward_source
         with closing(source) if source else nullcontext():
             if inputs is not None:
@@ -209,7 +209,7 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
     found = [line for line in gathered.problems if not follows(line)]
     if problems := [*said, *found]:
         error = ConfigError(list(dict.fromkeys(problems)))
-        raise error.in_user_code("\n".join(gathered.user_tracebacks))
+        raise error.in_user_code("\n".join(dict.fromkeys(gathered.user_tracebacks)))
 
 
 def _check_is_free(folder: Path, flag: str) -> None:

@@ -97,7 +97,7 @@ def try_rewards(
         words = (labels[index], other) if labels[index] else WITHOUT_LABEL
         group, outcome = asyncio.run(_scored(scorer, inputs, index, [w for w in words if w]))
         if isinstance(outcome, RewardError):
-            gathered.note(outcome)
+            gathered.note(outcome, about=f"{inputs.prompts.place(index)}: ")
             has_failed = True
             continue
         notice(f"\nreward of {inputs.prompts.place(index)}, label {near[index].label!r}")
@@ -171,7 +171,7 @@ async def _scored(
     completions = _completions(inputs, words)
     engine = EnginePool([_Given(completions)], inputs.tokenizer, vocab_size=inputs.vocab_size)
     sampling = replace(inputs.sampling, num_samples=len(completions))
-    group = await engine.act(RolloutRequest(inputs.prompts[index], sampling, "check", 0))
+    group = await engine.act(RolloutRequest(inputs.prompts[index], sampling, f"row{index + 1}", 0))
     [outcome] = await scorer.score([group])
     return group, outcome
 

@@ -69,13 +69,33 @@ class RunInputs:
 def prepare_inputs(
     config: PPOConfig, *, has_engines: bool, reward_source: RewardSource | None = None
 ) -> RunInputs:
-    """Load and check tokenizer, prompts and reward source; raise ConfigError or DataError with the
-    problems of all.
+    """Return what `gather_inputs` does and make the run folder; raise ConfigError or DataError with
+    all problems.
+    """
+    gathered = Gathered()
+    inputs = gather_inputs(config, gathered, has_engines=has_engines, reward_source=reward_source)
+    if gathered.problems and inputs is not None and inputs.reward_source is not None:
+        inputs.reward_source.close()
+    gathered.raise_if_any()
+    assert inputs is not None, "or else problems were raised"
+    inputs.run_dir.mkdir(parents=True, exist_ok=True)
+    return inputs
+
+
+def gather_inputs(
+    config: PPOConfig,
+    gathered: Gathered,
+    *,
+    has_engines: bool,
+    reward_source: RewardSource | None = None,
+) -> RunInputs | None:
+    """Load and check tokenizer, prompts and reward source; note the problems of all, and return
+    what could be read, None without a policy, a tokenizer or prompts.
 
     `has_engines`: vLLM generates, and must be installed; else the policy itself does. Without a
     `reward_source` that is open already, that of the config is opened.
     """
-    gathered, run_dir = Gathered(), Path(config.ckpt.output_dir)
+    run_dir = Path(config.ckpt.output_dir)
     for formula, name in (
         (ESTIMATOR, config.algo.advantage.estimator),
         (POLICY_LOSS, config.actor.policy_loss_type),
@@ -91,12 +111,13 @@ def prepare_inputs(
         gathered.attempt(lambda: check_tokens(config, tokenizer))
     prompts, eval_prompts, texts = _data(config, tokenizer, policy, gathered)
     compared = gathered.attempt(lambda: pass_rate(config, eval_prompts))
-    open_source = partial(open_reward_source, config, log_dir=run_dir / "logs")
+    log_dir = None if gathered.problems else run_dir / "logs"  # a refused run leaves no folder
+    open_source = partial(open_reward_source, config, log_dir=log_dir)
     source = reward_source or gathered.attempt(open_source)
-    if gathered.problems and source is not None:
-        source.close()
-    gathered.raise_if_any()
-    assert policy and tokenizer and prompts, "or else problems were raised"
+    if policy is None or tokenizer is None or prompts is None:
+        if source is not None:
+            source.close()
+        return None
     say_notices(prompts.notices)
     for data, about in ((eval_prompts, "evaluation: "), (texts, "--pretrain_data: ")):
         if data is not None:
@@ -111,7 +132,6 @@ def prepare_inputs(
         stop_token_ids=eos_token_ids(config.policy_path, tokenizer, trust_remote_code=trust),
     )
     num_samples, temperature = held_out.n_samples_per_prompt, held_out.temperature
-    run_dir.mkdir(parents=True, exist_ok=True)
     return RunInputs(
         run_dir=run_dir,
         tokenizer=tokenizer,
@@ -210,7 +230,7 @@ def _data(
     return made.get(TRAINING), made.get(EVALUATION), texts
 
 
-def open_reward_source(config: PPOConfig, *, log_dir: Path) -> RewardSource | None:
+def open_reward_source(config: PPOConfig, *, log_dir: Path | None) -> RewardSource | None:
     """Return the source of the functions or servers of a run, None of any other reward; raise
     ConfigError.
     """

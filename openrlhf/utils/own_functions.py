@@ -23,7 +23,7 @@ from openrlhf.algorithms.preference_loss import (
     dpo,
 )
 from openrlhf.errors import ConfigError
-from openrlhf.utils.user_code import blaming, check_signature, import_function
+from openrlhf.utils.user_code import blaming, check_signature, defined_at, import_function
 
 Function: TypeAlias = Callable[..., Any]
 MAX_SEEN = 120  # characters of what a function returned
@@ -126,7 +126,11 @@ def check_function(formula: Formula, name: str) -> None:
         return result
 
     if not formula.is_right(tried):
-        raise ConfigError(f"{name} must return {formula.returns}. It returned {seen}.")
+        called = getattr(function, "__name__", name)
+        raise ConfigError(
+            f"{defined_at(path, function)}: {called} must return {formula.returns}. It returned "
+            f"{seen}."
+        )
     _loaded[name] = blamed
 
 

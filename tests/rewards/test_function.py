@@ -68,7 +68,7 @@ def test_lists_arrays_and_tensors_become_float32(tmp_path, rewards):
 )
 def test_nonsense_is_an_error_that_names_the_file_and_the_sample(tmp_path, rewards, message):
     source = answering(tmp_path, f"dict(rewards={rewards})")
-    with pytest.raises(RewardError, match=f"my_reward.py.*{message}"):
+    with pytest.raises(RewardError, match=rf"my_reward.py:\d+: reward_func: .*{message}"):
         source.answer(batch_of(2))
 
 

@@ -277,6 +277,11 @@ def test_a_class_of_several_is_named(tmp_path):
             f"{BASE}\nclass AgentInstance(AgentInstanceBase):\n    def step(self): ...",
             "agent.py:3: step(self) cannot be called as it will be: too many positional arguments",
         ),
+        (
+            f"{BASE}\nclass AgentInstance(AgentInstanceBase):\n    def __init__(self, tools): ...\n"
+            "    async def step(self, states): ...",
+            "agent.py:3: AgentInstance.__init__: missing a required argument: 'tools'. Give it a",
+        ),
         (f"{BASE}\nclass AgentInstance(AgentInstanceBase): ...", "AgentInstance has no step"),
         ("class AgentInstance:\n    pass", "write class AgentInstance(AgentInstanceBase)"),
         ("1 / 0", "ZeroDivisionError"),

@@ -176,13 +176,30 @@ def test_a_row_whose_own_label_is_worth_no_more_than_another_is_named(
     assert out.endswith("no problem was found, but 1 warning(s) above\n")
 
 
+def test_rows_and_rewards_are_tried_beside_other_problems(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "def reward_func(queries, prompts, labels):\n    return [float('nan')] * len(labels)\n"
+    Path("reward.py").write_text(text)
+    words = [*ppo(prompt_max_len="100000"), "--advantage_estimator", "reward.py:none"]
+    code, out, errors = run(capsys, words)
+    assert (code, len(errors)) == (2, 4)
+    assert errors[0].startswith("reward.py has no none")
+    assert "--prompt_max_len" in errors[1]
+    for row, error in enumerate(errors[2:], start=1):
+        name = f"row{row}"
+        assert error.startswith(f"prompts.jsonl: row {row}: reward.py:1: reward_func: rewards of ")
+        assert f"sample {name}/0 is nan" in error
+    assert "prompts.jsonl: row 1: 4 tokens\n1+1=\n" in out
+
+
 def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     Path("reward.py").write_text("def reward_func(queries, prompts, labels):\n    return 1 / 0\n")
     with pytest.raises(SystemExit, match="2"):
         check.main(ppo())
     said = capsys.readouterr().err
     assert "reward.py:2: ZeroDivisionError" in said
-    assert "Traceback" in said and "    return 1 / 0\n" in said
+    assert said.count("Traceback") == 1 and "    return 1 / 0\n" in said
 
 
 def test_a_missing_file_hides_nothing_of_another_with_a_longer_name(

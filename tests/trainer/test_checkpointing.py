@@ -208,6 +208,23 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     assert open_checkpoints(config, FACTS).resume_step == 4
 
 
+def test_a_run_does_not_go_on_from_the_checkpoint_of_another(tmp_path: Path) -> None:
+    root, first, second = tmp_path / "ckpt", tmp_path / "first", tmp_path / "second"
+    config = config_of(root, load_enable=True, save_steps=2, output_dir=str(first))
+    store = open_checkpoints(config, FACTS).store
+    first.mkdir()
+    store.stage(4)
+    store.commit(4, {"data": asdict(FACTS), "run_dir": str(first)})
+    assert open_checkpoints(config, FACTS).resume_step == 4
+    other = config.model_copy(update={"output_dir": str(second)})
+    with pytest.raises(
+        ConfigError, match=rf"is of the run in {first}, not of --save_path {second}"
+    ):
+        open_checkpoints(other, FACTS)
+    first.rename(second)  # a run folder that was moved
+    assert open_checkpoints(other, FACTS).resume_step == 4
+
+
 def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

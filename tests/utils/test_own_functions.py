@@ -83,8 +83,12 @@ def test_own_formulas_give_what_the_built_in_ones_do(file: Path) -> None:
             "{file}:15: ZeroDivisionError: division by zero (in a trial call before the run, with "
             "made-up values: rewards_B (5,), group_ids_B (5,))",
         ),
-        (ESTIMATOR, "mean", "{file}:mean must return a tensor like rewards_B: one finite number"),
-        (ESTIMATOR, "undefined", "{file}:undefined must return a tensor like rewards_B"),
+        (
+            ESTIMATOR,
+            "mean",
+            "{file}:16: mean must return a tensor like rewards_B: one finite",
+        ),
+        (ESTIMATOR, "undefined", "{file}:17: undefined must return a tensor like rewards_B"),
         (
             POLICY_LOSS,
             "two",
@@ -92,14 +96,18 @@ def test_own_formulas_give_what_the_built_in_ones_do(file: Path) -> None:
             "unexpected keyword argument 'advantages_N'. Write two(logprobs_N, old_logprobs_N, *, "
             "advantages_N, num_actions_B, clip).",
         ),
-        (POLICY_LOSS, "no_gradient", "{file}:no_gradient must return PolicyLossTerms"),
+        (POLICY_LOSS, "no_gradient", "{file}:21: no_gradient must return PolicyLossTerms"),
         (
             PREFERENCE_LOSS,
             "more",
             "{file}:24: more(pairs, options, temperature) cannot be called as it will be: missing "
             "a required argument: 'temperature'. Write more(pairs, options).",
         ),
-        (PREFERENCE_LOSS, "losses_alone", "{file}:losses_alone must return (losses_B, rewards)"),
+        (
+            PREFERENCE_LOSS,
+            "losses_alone",
+            "{file}:25: losses_alone must return (losses_B, ",
+        ),
         (PREFERENCE_LOSS, "dpoo", "{file} has no dpoo; found: grpo, one, fails"),
     ],
 )

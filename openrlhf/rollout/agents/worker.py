@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -262,6 +262,7 @@ def check_environment(path: str, instance: Any) -> None:
         raise ConfigError(f"{where}: write class {name}(AgentInstanceBase): {name} is none.")
     if inspect.isabstract(instance):
         raise ConfigError(f"{where}: {name} has no step. Write async def step(self, states).")
+    refuse_unknown(path, instance.__init__, ())
     for method in ("reset", "step"):
         check_signature(getattr(instance, method), getattr(AgentInstanceBase, method), path=path)
 
@@ -286,12 +287,12 @@ def make_executor(path: str, context: Mapping[str, Any], *, step_timeout_s: floa
     return executor
 
 
-def refuse_unknown(path: str | Path, function: Callable[..., Any], known: Iterable[str]) -> None:
+def refuse_unknown(path: str | Path, function: Callable[..., Any], known: Sequence[str]) -> None:
     """Raise ConfigError for an argument without a default that nothing is known for."""
     try:
         inspect.signature(function).bind(None, **accepted(function, dict.fromkeys(known)))
     except TypeError as error:
+        remedy = f"Known are {', '.join(known)}" if known else "Give it a default"
         raise ConfigError(
-            f"{defined_at(path, function)}: {function.__qualname__}: {error}. Known are "
-            f"{', '.join(known)}."
+            f"{defined_at(path, function)}: {function.__qualname__}: {error}. {remedy}."
         ) from error

@@ -241,7 +241,8 @@ class TrainedWorker(ModelWorker):
         loss, columns = self.compute_loss(experience.packed(), experience, step, noted)
         if indices:
             notes.add(experience.places.tolist(), columns)
-        what = f"samples of groups {experience.group_ids.tolist()[:8]}"
+        groups = experience.group_ids.unique().tolist()[:8]
+        what = f"samples of groups {groups} (group_id in the files of samples)"
         return notes.checked(loss, what) if indices else loss * 0.0
 
     def _text_loss(self, step: UpdateStep, indices: list[int], notes: "Notes") -> Tensor:
