@@ -69,7 +69,7 @@ class EvaluateConfig(PPOConfig):
     )
     example: ClassVar = (
         "Qwen/Qwen2.5-0.5B-Instruct ./output/grpo --eval_dataset problems.jsonl "
-        "--input_key question --label_key answer --remote_rm_url reward.py"
+        "--input_key question --label_key answer --apply_chat_template --remote_rm_url reward.py"
     )
     shows: ClassVar = {
         **dict.fromkeys(("actor", "critic", "ref", "algo", "eval"), ()),

@@ -456,7 +456,8 @@ class PPOConfig(RunConfig):
     )
     example: ClassVar = (
         "--pretrain Qwen/Qwen2.5-0.5B-Instruct --prompt_data problems.jsonl --input_key question "
-        "--label_key answer --remote_rm_url reward.py --advantage_estimator group_norm"
+        "--label_key answer --apply_chat_template --remote_rm_url reward.py "
+        "--advantage_estimator group_norm"
     )
 
     actor: ActorConfig = ActorConfig()

@@ -238,7 +238,7 @@ class ReportConfig(CommandConfig):
     runs: tuple[str, ...] = option((), "Folders of the runs; they may stand before all flags.")
     output_path: str | None = option(
         None,
-        "HTML file to write, with curves.png beside it; unset: report.html in the folder of the "
+        "HTML file to write, with its picture beside it; unset: report.html in the folder of the "
         "run, or here for several.",
         "output",
         opens="output_file",

@@ -124,7 +124,10 @@ class SFTConfig(SupervisedConfig):
         "data.multiturn",
         *LAST,
     )
-    example: ClassVar = f"{START} --dataset rows.jsonl --input_key question --output_key answer"
+    example: ClassVar = (
+        f"{START} --dataset rows.jsonl --input_key question --output_key answer "
+        "--apply_chat_template"
+    )
 
     model: SFTModelConfig = SFTModelConfig()
     train: TrainConfig = TrainConfig(max_epochs=2)
@@ -162,7 +165,7 @@ class RMConfig(SupervisedConfig):
         "data.apply_chat_template",
         *LAST,
     )
-    example: ClassVar = f"{START} --dataset pairs.jsonl --prompt_key prompt"
+    example: ClassVar = f"{START} --dataset pairs.jsonl --prompt_key prompt --apply_chat_template"
 
     adam: AdamConfig = AdamConfig(lr=9e-6)
     model: RMModelConfig = RMModelConfig()
@@ -205,7 +208,9 @@ class DPOConfig(SupervisedConfig):
 
     shows: ClassVar = {"eval": HELD_OUT, "data": PAIRS}
     essentials: ClassVar = (*FIRST, *SIDE_COLUMNS, "model.loss_type", "model.beta", *LAST)
-    example: ClassVar = f"{START} --dataset pairs.jsonl --prompt_key prompt --beta 0.1"
+    example: ClassVar = (
+        f"{START} --dataset pairs.jsonl --prompt_key prompt --apply_chat_template --beta 0.1"
+    )
 
     adam: AdamConfig = AdamConfig(lr=1e-5)
     model: DPOModelConfig = DPOModelConfig()
@@ -264,7 +269,8 @@ class KTOConfig(SupervisedConfig):
     }
     essentials: ClassVar = (*FIRST, *ANSWER_COLUMNS, "data.label_key", "model.beta", *LAST)
     example: ClassVar = (
-        f"{START} --dataset labelled.jsonl --input_key prompt --output_key completion"
+        f"{START} --dataset labelled.jsonl --input_key prompt --output_key completion "
+        "--apply_chat_template"
     )
 
     adam: AdamConfig = AdamConfig(lr=1e-5)
@@ -355,7 +361,10 @@ class KDConfig(SupervisedConfig):
         "kd.on_policy_enable",
         *LAST,
     )
-    example: ClassVar = f"{START} --teacher_model Qwen/Qwen2.5-7B-Instruct --dataset rows.jsonl"
+    example: ClassVar = (
+        f"{START} --teacher_model Qwen/Qwen2.5-7B-Instruct --dataset rows.jsonl "
+        "--apply_chat_template"
+    )
 
     model: SFTModelConfig = SFTModelConfig()
     teacher: TeacherConfig = TeacherConfig()

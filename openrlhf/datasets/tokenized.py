@@ -211,6 +211,13 @@ class TokenizedDataset(ABC):
         if not all(any(part.mask) for part in tokens):
             raise LeftOutError("nothing to learn")
 
+    @property
+    def leaves_template_out(self) -> bool:
+        """Return True if a flag would put these texts into the model's chat template."""
+        form = self._format
+        is_text = form.apply_chat_template is False and not form.pretrain_mode
+        return is_text and bool(self._encoder.tokenizer.chat_template)
+
     def _uses_chat_template(self, columns: Iterable[str | None]) -> bool:
         """Return True if the chat template renders the rows: as the flag says, or else where a
         column holds dialogues. Raise ConfigError when there is no template.

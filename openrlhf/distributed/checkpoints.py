@@ -225,8 +225,8 @@ class RunCheckpoints:
         other, own = saved.state.get("run_dir"), str(Path(self.config.output_dir).resolve())
         if other not in (None, own) and Path(other).exists():
             raise ConfigError(
-                f"{saved.path} is of the run in {other}, not of --save_path {own}. Type --save_path "
-                f"{other} to go on with that run, or --ckpt_path with a folder for this one alone."
+                f"{saved.path} is of the run in {other}, not of --save_path {own}. Type "
+                f"--save_path {other} to go on with that run, or a --ckpt_path for this one alone."
             )
         if (found := saved.state["data"]) != asdict(self.data):
             raise DataError(

@@ -5,6 +5,7 @@ for, how samples become a batch, and the loss of a batch. The rest is the same f
 samples is a pure function of seed and epoch, so every rank knows every batch.
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from openrlhf.utils.tracking import NullTracker, Tracker
 
 PHASES = ("data", "forward_backward", "optimizer")  # of a step, in their order
 MAX_NAMED_ROWS = 3
+MIN_PARTS = 8  # of an evaluation: its standard errors come from their differences
 MAX_BAD_STEPS = 3  # in a row; a step whose gradient is not finite changes nothing and is counted
 
 SampleT = TypeVar("SampleT")
@@ -250,9 +252,12 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.engine.module.eval()
         lengths, parts = self.eval_samples.lengths.tolist(), []
         with progress("evaluating", len(lengths), is_shown=self.strategy.is_main) as advance:
-            for rows in self.eval_batches(len(lengths)):
+            batches = self.eval_batches(len(lengths))
+            count = math.ceil(MIN_PARTS / (len(batches) * self.strategy.topology.dp_size))
+            for rows in batches:
                 numbers = self.prepare(rows, self.eval_samples)
-                for part, batch in self.own_batches(self.eval_samples, rows, lengths):
+                own = self.own_batches(self.eval_samples, rows, lengths, min_count=count)
+                for part, batch in own:
                     parts.append(Metrics())
                     self._loss_of(part, batch, self.counts(batch) | numbers, parts[-1])
                 advance(len(rows))
@@ -263,16 +268,24 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         return {f"eval/{name}": value for name, value in values.items()}
 
     def own_batches(
-        self, samples: Samples[SampleT], rows: Sequence[int], lengths: Lengths
+        self,
+        samples: Samples[SampleT],
+        rows: Sequence[int],
+        lengths: Lengths,
+        *,
+        min_count: int = 1,
     ) -> Iterator[tuple[list[int], BatchT]]:
-        """Yield this rank's micro-batches of rows, with the rows in them. Tokens are balanced over
-        the ranks. Every rank has as many micro-batches as the busiest: one without rows holds the
-        shortest sample, and its results do not count.
+        """Yield this rank's micro-batches of rows, with the rows in them: `min_count` or more where
+        there are as many rows. Tokens are balanced over the ranks. Every rank has as many as the
+        busiest: one without rows holds the shortest sample, and its results do not count.
         """
         own_lengths = [lengths[row] for row in rows]
         topology = self.strategy.topology
         plans = [
-            [[part[i] for i in cut] for cut in self._cut([own_lengths[i] for i in part])]
+            [
+                [part[place] for place in cut]
+                for cut in self._cut([own_lengths[place] for place in part], min_count)
+            ]
             for part in balanced_partitions(own_lengths, topology.dp_size)
         ]
         own, count = plans[topology.dp_rank], max(len(plan) for plan in plans)
@@ -281,11 +294,13 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             part = [rows[place] for place in places]
             yield part, self.collate([samples[row] for row in part or [spare]])
 
-    def _cut(self, lengths: Sequence[int]) -> list[list[int]]:
+    def _cut(self, lengths: Sequence[int], min_count: int) -> list[list[int]]:
         """Return the micro-batches of a rank's samples, as indices into them."""
         if self.max_tokens is None:
-            return fixed_batches(len(lengths), self.micro_batch_size)
-        return token_budget_batches(lengths, self.max_tokens)
+            size = max(len(lengths) // min_count, 1)
+            return fixed_batches(len(lengths), min(self.micro_batch_size, size))
+        budget = max(sum(lengths) // min_count, *lengths, 1)
+        return token_budget_batches(lengths, min(self.max_tokens, budget))
 
     def _loss_of(
         self,

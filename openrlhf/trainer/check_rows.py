@@ -50,6 +50,11 @@ def say_rows(samples: TokenizedDataset, tokenizer: Tokenizer) -> None:
             learnt = f", {int(targets.sum())} learnt" if targets.any() else ""
             notice(f"\n{samples.place(index)}{part}: {len(ids)} tokens{learnt}")
             console.print(shown(ids.tolist(), targets.tolist(), tokenizer, is_coloured=is_coloured))
+    if samples.leaves_template_out:
+        notice(
+            "note: the model has a chat template, and these texts are not put into it; "
+            "--apply_chat_template does that"
+        )
 
 
 def shown(

@@ -79,7 +79,9 @@ def run_evaluation(
     with closing(source) if source else nullcontext(), holding(output, "--save_path"):
         redirect_framework_logs(output, "driver")
         prepare = partial(prepare_inputs, has_engines=bool(config.vllm.num_engines))
-        prepared = [prepare(run, reward_source=source) for run in runs]
+        found = [gathered.attempt(partial(prepare, run, reward_source=source)) for run in runs]
+        gathered.raise_if_any()
+        prepared = [inputs for inputs in found if inputs is not None]
         results = [
             _evaluate(name, run, inputs)
             for name, run, inputs in zip(config.model_names, runs, prepared, strict=True)
@@ -171,6 +173,8 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
     rows = [rollout_row(rollout, inputs.token_texts) for rollout in rollouts]
     file = write_rollouts(inputs.run_dir, 0, rows, num_kept=1, kind="eval_step")
     show_samples(name, rollouts, config.logger.print_samples, file=file)
+    if any(rollout.task_score not in (0, 1) for rollout in rollouts):
+        notice(f"{name}: scores are not only 0 and 1: pass@k is the mean of the best of k of them")
     sources = {rollout.datasource for rollout in rollouts}
     if len(sources) > 1 and ALL not in sources:
         rollouts = [*rollouts, *(replace(rollout, datasource=ALL) for rollout in rollouts)]

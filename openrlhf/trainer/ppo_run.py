@@ -287,6 +287,7 @@ def banner_sections(
         models["generation"] = engines + places["vllm"]
     num_drawn = min(rollout.batch_size, num_prompts)
     num_samples = num_drawn * rollout.n_samples_per_prompt
+    left = num_samples % train.batch_size if num_samples > train.batch_size else 0
     run = {
         "estimator": config.algo.advantage.estimator,
         "reward": train.agent_func_path or reward.remote_url or ", ".join(reward.model_paths),
@@ -294,7 +295,8 @@ def banner_sections(
         "dtype": str(cluster.policy_dtype).removeprefix("torch."),
         "batch": f"{num_drawn} prompts x {rollout.n_samples_per_prompt} samples = "
         f"{num_samples}; {max(updates)} update(s) of "
-        f"{min(train.batch_size, num_samples)} samples a step",
+        f"{min(train.batch_size, num_samples)} samples a step"
+        + (f", the last of {left}" if left else ""),
         "steps": f"{len(updates)} ({num_prompts} prompts x {train.num_episodes} episode(s))",
         "evaluation": "none"
         if held_out is None

@@ -95,6 +95,7 @@ def test_a_check_says_what_would_be_trained_and_touches_nothing(
         "prompts.jsonl: row 1: 4 tokens\n1+1=\n",
         "evaluation  1 prompts x 4 samples",
         "asked.jsonl: row 1: 4 tokens\n7+7=\n",
+        "the model has a chat template, and these texts are not put into it",
         "reward of prompts.jsonl: row 1, label '2'\n  response '2': 1\n  response '4': 0\n",
         "reward of prompts.jsonl: row 2, label '4'\n  response '4': 1\n  response '2': 0\n",
     ):
@@ -156,6 +157,7 @@ def test_what_is_learnt_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     words = "sft --pretrain model --dataset dialogues.jsonl --save_path run --train_batch_size 2"
     code, out, errors = run(capsys, words.split())
     assert (code, errors) == (0, [])
+    assert "has a chat template" not in out
     assert (
         "dialogues.jsonl: row 1: 9 tokens, 2 learnt\n<|user|>1+1?<|end|><|assistant|>«2<|end|>»"
         in out

@@ -1,6 +1,7 @@
 """Pass rates by hand, which evaluations are compared, and when a policy got worse."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.utils.logging import STDERR
 from openrlhf.utils.metrics import Metrics, standard_errors
 from openrlhf.utils.outcome import has_fallen, noteworthy, say_outcome, taught_nothing
+from tests.trainer.small_run import make_trainer
 from tests.trainer.test_experience import rollout
 
 
@@ -117,3 +119,14 @@ def test_the_standard_error_of_equal_parts_is_that_of_their_mean() -> None:
     # deviations -2, -1 and 3 of the mean: variance 7, divided by 3 parts
     assert standard_errors(parts) == {"loss" + STDERR: pytest.approx(math.sqrt(7 / 3))}
     assert standard_errors(parts[:1]) == {}
+
+
+def test_an_evaluation_in_one_micro_batch_has_a_standard_error_too(tmp_path: Path) -> None:
+    trainer = make_trainer({}, tmp_path, None, 1)
+    losses = []
+    for size, max_tokens in ((1, None), (64, None), (64, 192)):
+        trainer.batch_size, trainer.micro_batch_size, trainer.max_tokens = 64, size, max_tokens
+        found = trainer.evaluate()
+        losses.append(found["eval/loss"])
+        assert 0.05 < found["eval/loss" + STDERR] / found["eval/loss"] < 0.5
+    assert losses == pytest.approx(losses[:1] * 3)

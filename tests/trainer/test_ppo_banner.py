@@ -62,6 +62,11 @@ def test_a_set_smaller_than_the_batch_is_what_a_step_takes() -> None:
     for num_prompts, batch, steps in (
         (4, "4 prompts x 2 samples = 8; 1 update(s) of 8 samples a step", "1 (4 prompts"),
         (11, "8 prompts x 2 samples = 16; 2 update(s) of 8 samples a step", "2 (11 prompts"),
+        (
+            7,
+            "7 prompts x 2 samples = 14; 2 update(s) of 8 samples a step, the last of 6",
+            "1 (7 prompts",
+        ),
     ):
         _, run = banner(line, LAPTOP, num_prompts)
         assert run["batch"] == batch
