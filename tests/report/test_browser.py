@@ -12,7 +12,7 @@ import pytest
 from openrlhf.report.report import write_report
 from tests.browser import NEEDS_CHROMIUM, Browser
 from tests.report.large_run import served, write_large_run
-from tests.report.run_folders import ATTACK, make_run, write_metrics
+from tests.report.run_folders import ATTACK, SEARCHES, make_run, write_metrics
 
 pytestmark = NEEDS_CHROMIUM
 VIEWS = ("overview", "curves", "time", "samples", "settings")
@@ -160,6 +160,14 @@ def test_samples_are_searched_and_sorted(browser, url, address, place):
     browser.wait(lambda: len(cells(browser, "reward")) == 18)
     choose(browser, "search", "IT IS 4")
     browser.wait(lambda: cells(browser, "reward") == ["1", "1.25"])
+    for search, expected in SEARCHES.items():
+        choose(browser, "search", "no such text")
+        browser.wait(lambda: cells(browser, "reward") == [])
+        choose(browser, "search", search)
+        browser.wait(lambda expected=expected: cells(browser, "reward") == expected)
+    choose(browser, "search", "reward>0.5")
+    browser.wait(lambda: len(cells(browser, "reward")) == 12)
+    picture(browser, f"search_{place}")
     choose(browser, "search", "")
     browser.wait(lambda: len(cells(browser, "reward")) == 18)
     browser.run("return table.setSort('label', 'desc')")

@@ -99,12 +99,23 @@ async function fetched(path, values) {
   return response.json();
 }
 
+// A condition in a search, the same as in sample_index.py; the rest of the search is text.
+const CONDITION = /(?:^|\s)(reward|score|advantage|length)\s*([<>]=?|=)\s*(-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?=\s|$)/gi;
+const HOLDS = {
+  "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b, "=": (a, b) => a === b,
+};
+
 function matching(query) {
-  const search = (query.search || "").toLowerCase();
+  const search = query.search || "";
+  const conditions = [...search.matchAll(CONDITION)].map(([, name, operator, value]) => (
+    [name.toLowerCase().replace("length", "num_actions"), HOLDS[operator], Number(value)]
+  ));
+  const text = search.replace(CONDITION, "").trim().toLowerCase();
   return data.runs[query.run].samples.filter((sample) => (
     (!query.file || sample.file === query.file)
     && (query.group_id == null || sample.group_id === query.group_id)
-    && (!search || [sample.prompt, sample.response, sample.label].some((text) => (text || "").toLowerCase().includes(search)))
+    && conditions.every(([name, holds, value]) => sample[name] != null && holds(sample[name], value))
+    && (!text || [sample.prompt, sample.response, sample.label].some((own) => (own || "").toLowerCase().includes(text)))
   ));
 }
 
