@@ -20,7 +20,12 @@ from openrlhf.report.run_folder import read_runs
 from openrlhf.report.server import make_app
 from openrlhf.trainer import ppo_run
 from tests.integration.ppo_runs import GRPO, make_inputs, start
-from tests.report.run_folders import ATTACK, make_run
+from tests.report.run_folders import ATTACK, make_run, write_metrics
+
+
+TAUGHT_NOTHING = (
+    "1 of 3 logged steps taught nothing: all samples of every prompt got the same reward"
+)
 
 
 class Tags(HTMLParser):
@@ -55,9 +60,11 @@ def test_a_page_has_curves_samples_and_settings_and_nothing_of_another_place(tmp
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
     assert capsys.readouterr().out.splitlines() == [
         "run: sums_pass1 0.25 ±0.12 (step 0) → 0.5 ±0.12 (step 3)",
+        f"run: hint: {TAUGHT_NOTHING}",
         f"report: {tmp_path}/run/report.html",
         f"curves: {tmp_path}/run/curves.png",
     ]
+    assert f"<td>{TAUGHT_NOTHING}</td>" in page
     data = data_of(page)
     assert {"reward", "KL", "memory", "loss"} <= {panel["title"] for panel in data["panels"]}
     assert len(data["runs"][0]["samples"]) == data["runs"][0]["num_samples"] == 18
@@ -65,6 +72,22 @@ def test_a_page_has_curves_samples_and_settings_and_nothing_of_another_place(tmp
     assert not [of for _, of in tags if of.get("src") or "//" in of.get("href", "")]
     assert [tag for tag, _ in tags].count("script") == 4  # no sample has made a fifth
     assert "connect-src 'none'" in policy_of(page) and "all samples of every prompt" in page
+
+
+@pytest.mark.parametrize("name", ["eval_sums_pass1", "acc"])
+def test_the_page_and_the_terminal_say_that_the_model_got_worse(name, tmp_path, capsys):
+    values = {f"eval/{name}_stderr": 0.125}
+    records = [{"step": step, f"eval/{name}": 1 / (step + 1)} | values for step in (0, 9, 10)]
+    records += [{"step": 10, f"eval/{name}": None, f"eval/{name}_stderr": None}]
+    write_metrics(tmp_path / "run", [*records, {"step": 10, "eval/loss": 0.5}])
+    report(tmp_path / "run")
+    name = name.removeprefix("eval_")
+    told = (
+        f"the model got worse: {name} fell from 1.000 ±0.125 at step 0 to 0.091 ±0.125 at step "
+        "10, by more than two standard errors"
+    )
+    assert capsys.readouterr().out.splitlines()[-3] == f"run: hint: {told}"
+    assert f"<td>{told}</td>" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_response_cannot_leave_its_text(tmp_path):
