@@ -21,7 +21,7 @@ def load(config: ReportConfig) -> Callable[[], None]:
 def write(paths: Sequence[Path], output: str | None) -> None:
     """Write the files and print where they are."""
     from openrlhf.report.page import results  # noqa: PLC0415 - as above
-    from openrlhf.report.report import PICTURE_FILE, REPORT_FILE, write_report  # noqa: PLC0415
+    from openrlhf.report.report import REPORT_FILE, picture_path, write_report  # noqa: PLC0415
 
     default = paths[0] / REPORT_FILE if len(paths) == 1 else Path(REPORT_FILE)
     path = Path(output) if output else default
@@ -31,7 +31,7 @@ def write(paths: Sequence[Path], output: str | None) -> None:
         for words in run.outcome():
             print(f"{run.name}: hint: {words}")
     print(f"report: {path}")
-    print(f"curves: {path.with_name(PICTURE_FILE)}")
+    print(f"curves: {picture_path(path)}")
 
 
 main = Command("openrlhf report", ReportConfig, load)

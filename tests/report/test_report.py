@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -21,7 +25,6 @@ from openrlhf.report.server import make_app
 from openrlhf.trainer import ppo_run
 from tests.integration.ppo_runs import GRPO, make_inputs, start
 from tests.report.run_folders import ATTACK, make_run, write_metrics
-
 
 TAUGHT_NOTHING = (
     "1 of 3 logged steps taught nothing: all samples of every prompt got the same reward"
@@ -115,7 +118,8 @@ def test_several_runs_show_which_settings_differ(tmp_path, capsys):
     row = r"<tr( class=\"same\")?><th>{}</th><td>(.*?)</td><td>(.*?)</td></tr>"
     assert re.search(row.format("actor.adam.lr"), page).groups() == (None, "1e-05", "2e-05")
     assert re.search(row.format("seed"), page)[1] == ' class="same"'
-    assert (tmp_path / "curves.png").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "both.html", "both.png"}
+    assert capsys.readouterr().out.endswith(f"curves: {tmp_path}/both.png\n")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +154,16 @@ def test_a_server_pages_and_speaks_to_this_machine_only(tmp_path):
     assert client.get("/sample", params=place | {"number": 6}).status_code == 404
     assert client.get("/samples", params={"run": 1}).status_code == 404
     assert client.get("/", headers={"host": "elsewhere.example"}).status_code == 400
+
+
+def test_ctrl_c_ends_the_server_quietly(tmp_path):
+    words = [sys.executable, "-m", "openrlhf.cli.report", make_run(tmp_path), "--serve", "--port=0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        address = re.search(rb"http://\S+", process.stdout.readline())[0].decode()
+        with urllib.request.urlopen(address):  # the server runs
+            process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == 0
 
 
 def test_a_run_that_fails_leaves_its_report_and_the_reason_for_later_ones(tmp_path):
@@ -226,6 +240,12 @@ def test_a_page_that_cannot_be_written_is_an_error_in_a_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written .*Type --output FILE"):
         write_report([tmp_path], tmp_path / "metrics.jsonl" / "report.html")
+
+
+def test_a_page_is_not_written_to_the_name_of_a_picture(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"curves.png is a page. Type a name that ends in .html"):
+        write_report([tmp_path], tmp_path / "curves.png")
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, capsys):
