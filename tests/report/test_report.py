@@ -111,6 +111,18 @@ def test_a_run_has_one_colour_in_all_panels_of_the_picture():
         assert colours == ["C0"] * len(metrics) + ["C1"] * len(metrics)
 
 
+@pytest.mark.parametrize("num_metrics", [2, 9])
+def test_the_legend_of_the_picture_covers_no_curve(num_metrics):
+    curves = [
+        Curve("a", f"reward/{i}", False, [1, 2, 3], [1.0, 0.0, 1.0], [0.1, None, 0.5])
+        for i in range(num_metrics)
+    ]
+    axis = Figure((4.0, 2.8)).add_subplot()
+    _draw(axis, Panel("title", "", "curves", curves), ["a"])
+    _, highest = axis.transData.transform((0, 1.5))  # the end of an error bar
+    assert axis.get_legend().get_window_extent().y0 > highest
+
+
 def test_several_runs_show_which_settings_differ(tmp_path, capsys):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", learning_rate=2e-5)]
     report(*runs, "--output", tmp_path / "both.html")
