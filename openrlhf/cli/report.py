@@ -21,18 +21,17 @@ def load(config: ReportConfig) -> Callable[[], None]:
 def write(paths: Sequence[Path], output: str | None) -> None:
     """Write the files and print where they are."""
     from openrlhf.report.page import results  # noqa: PLC0415 - as above
-    from openrlhf.report.report import PICTURE_FILE, REPORT_FILE, write_report  # noqa: PLC0415
-    from openrlhf.utils.outcome import taught_nothing  # noqa: PLC0415
+    from openrlhf.report.report import REPORT_FILE, picture_path, write_report  # noqa: PLC0415
 
     default = paths[0] / REPORT_FILE if len(paths) == 1 else Path(REPORT_FILE)
     path = Path(output) if output else default
     for run in write_report(paths, path):
         for name, text in results(run).items():
             print(f"{run.name}: {name} {text}")
-        if words := taught_nothing(run.records):
+        for words in run.outcome():
             print(f"{run.name}: hint: {words}")
     print(f"report: {path}")
-    print(f"curves: {path.with_name(PICTURE_FILE)}")
+    print(f"curves: {picture_path(path)}")
 
 
 main = Command("openrlhf report", ReportConfig, load)

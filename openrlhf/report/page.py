@@ -35,7 +35,11 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel], *, is_served: bool) 
             names=[run.name for run in runs],
             facts=table([run.facts() for run in runs]),
             results=table([results(run) for run in runs]),
-            hints=[(run.name, *hint) for run in runs for hint in run.hints],
+            hints=[
+                (run.name, *hint)
+                for run in runs
+                for hint in (*(("", words) for words in run.outcome()), *run.hints)
+            ],
             has_steps=any(run.records for run in runs),
             settings=table([run.settings for run in runs]),
             data=data,

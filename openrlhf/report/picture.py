@@ -14,6 +14,8 @@ from openrlhf.report.curves import Curve, Panel
 NUM_COLUMNS = 3
 MAX_PANELS = 6
 SIZE = (4.0, 2.8)  # inches of a panel
+MAX_LABEL = 18  # characters of a name, of which two fit side by side in a legend
+MAX_LEGEND = 0.8  # of the height of a panel
 MARKERS = "osv^D*"  # of metrics, where the colour is the run's
 
 
@@ -24,11 +26,11 @@ def draw_curves(panels: Sequence[Panel], path: Path) -> None:
     num_rows = max(-(-len(shown) // NUM_COLUMNS), 1)
     num_columns = min(max(len(shown), 1), NUM_COLUMNS)
     figure = Figure((SIZE[0] * num_columns, SIZE[1] * num_rows))
+    # tight_layout would draw everything once more to measure it.
+    figure.subplots_adjust(0.06, 0.06, 0.98, 0.95, wspace=0.22, hspace=0.3)
     for index, panel in enumerate(shown):
         axis = figure.add_subplot(num_rows, num_columns, index + 1)
         _draw(axis, panel, runs)
-    # tight_layout would draw everything once more to measure it.
-    figure.subplots_adjust(0.06, 0.06, 0.98, 0.95, wspace=0.22, hspace=0.3)
     FigureCanvasAgg(figure).print_png(path)
 
 
@@ -51,7 +53,18 @@ def _draw(axis: Axes, panel: Panel, runs: Sequence[str]) -> None:
             for metric in metrics
         ]
     if len(names) > 1:
-        axis.legend(handles=names, fontsize="x-small", framealpha=0.5)
+        _add_legend(axis, names)
+
+
+def _add_legend(axis: Axes, names: Sequence[Line2D]) -> None:
+    """Add a legend at the top, and move the curves below it."""
+    are_short = max(len(str(name.get_label())) for name in names) <= MAX_LABEL
+    legend = axis.legend(
+        handles=names, loc="upper center", ncols=2 if are_short else 1, fontsize="x-small"
+    )
+    extent, (low, high) = legend.get_window_extent(), axis.get_ylim()
+    share = min((axis.bbox.y1 - extent.y0) / axis.bbox.height, MAX_LEGEND)
+    axis.set_ylim(low, low + (high - low) / (1 - share))
 
 
 def _style(curve: Curve, marker: str) -> dict[str, Any]:

@@ -19,6 +19,17 @@ PICTURE_FILE = "curves.png"
 TIMEOUT_S = 60.0  # that the end of a run waits for its report
 
 
+def picture_path(output_path: Path) -> Path:
+    """Return where the curves of a report are drawn: another report beside it has its own. Raise
+    ConfigError for a page that would have the name of its picture.
+    """
+    if output_path.suffix == ".png":
+        raise ConfigError(f"--output {output_path} is a page. Type a name that ends in .html.")
+    if output_path.name == REPORT_FILE:
+        return output_path.with_name(PICTURE_FILE)
+    return output_path.with_suffix(".png")
+
+
 def write_report(run_dirs: Sequence[Path], output_path: Path) -> list[Run]:
     """Write the report of runs, and their curves as a PNG beside it; return the runs. Raise
     ConfigError for a folder that is no run.
@@ -28,13 +39,14 @@ def write_report(run_dirs: Sequence[Path], output_path: Path) -> list[Run]:
     from openrlhf.report.page import make_page  # noqa: PLC0415
     from openrlhf.report.picture import draw_curves  # noqa: PLC0415
 
+    picture = picture_path(output_path)
     runs = read_runs(run_dirs)
     panels = make_panels(runs)
     page, unfinished = make_page(runs, panels, is_served=False), output_path.with_suffix(".partial")
     try:
         unfinished.write_text(page, encoding="utf-8")
         unfinished.replace(output_path)
-        draw_curves(panels, output_path.with_name(PICTURE_FILE))
+        draw_curves(panels, picture)
     except OSError as error:
         raise ConfigError(
             f"{output_path} cannot be written ({error.strerror}). Type --output FILE."

@@ -10,6 +10,7 @@ from pathlib import Path
 from openrlhf.config.cli import read_resolved
 from openrlhf.errors import ConfigError
 from openrlhf.utils.logging import format_seconds, hints, needed_history
+from openrlhf.utils.outcome import got_worse, judged_metrics, taught_nothing
 from openrlhf.utils.tracking import METRICS_FILE, read_ending, read_metrics
 
 Record = Mapping[str, float | None]  # a value that was not finite is None
@@ -48,6 +49,13 @@ class Run:
             found += [(step, line.removeprefix("hint: ")) for line in hints(values, history)]
             history = needed_history([*history, values])
         return found
+
+    def outcome(self) -> list[str]:
+        """Return what the console says is wrong at the end of a run, as far as it went: how many
+        steps taught nothing, and that the model got worse.
+        """
+        worse = (got_worse(self.records, name) for name in judged_metrics(self.records))
+        return [words for words in (taught_nothing(self.records), *worse) if words]
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
         """Return steps and values of a metric; of several values of a step the last."""

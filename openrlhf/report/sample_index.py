@@ -3,6 +3,7 @@ are read from the file of the one sample that is looked at.
 """
 
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,12 @@ from openrlhf.errors import ConfigError, first_line
 from openrlhf.report.samples import COLUMNS, Row, plain, sample_of
 
 SEARCHED = ("prompt", "response", "label")
+# A condition in a search, the same as in report.js; the rest of the search is text.
+CONDITION = re.compile(
+    r"(?:^|\s)(reward|score|advantage|length)\s*([<>]=?|=)\s*"
+    r"(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)(?=\s|$)",
+    re.IGNORECASE,
+)
 MAX_QUERIES = 8  # whose order is remembered
 MAX_PREVIEW = 300  # characters of a text in a table
 GROUP_COLUMNS = {
@@ -85,7 +92,7 @@ class SampleIndex:
         found = {name for name, *_ in described}
         columns = {name: name if name in found else "NULL" for name in COLUMNS}
         columns["group_id"] = f"coalesce({columns['group_id']}, {columns['row']})"
-        chosen = ", ".join(f"CAST({columns[name]} AS {kind})" for name, kind in COLUMNS.items())
+        chosen = ", ".join(_as(kind, columns[name]) for name, kind in COLUMNS.items())
         self._db.execute(
             f"INSERT INTO samples SELECT parse_filename(filename), file_row_number, {chosen} "
             f"FROM {source}",
@@ -150,19 +157,33 @@ class SampleIndex:
         return [dict(zip(names, map(plain, row), strict=True)) for row in found.fetchall()]
 
 
+def _as(kind: str, column: str) -> str:
+    """Return the SQL of a column as a type, with numbers as `plain` has them: a search compares
+    what the page shows.
+    """
+    if kind != "DOUBLE":
+        return f"CAST({column} AS {kind})"
+    return f"CASE WHEN isfinite({column}) THEN CAST(printf('%.6g', {column}) AS DOUBLE) END"
+
+
 def _condition(query: Query) -> tuple[str, list[object]]:
     """Return the WHERE of a query, and the values in it."""
-    conditions: dict[str, list[object]] = {}
-    if query.file is not None:
-        conditions["file = ?"] = [query.file]
-    if query.group_id is not None:
-        conditions["group_id = ?"] = [query.group_id]
-    if query.search:
+    conditions: list[str] = []
+    values: list[object] = []
+    for column, value in (("file", query.file), ("group_id", query.group_id)):
+        if value is not None:
+            conditions.append(f"{column} = ?")
+            values.append(value)
+    for name, operator, number in CONDITION.findall(query.search):
+        column = name.lower().replace("length", "num_actions")
+        conditions.append(f"{column} {operator} ?")
+        values.append(float(number))
+    if text := CONDITION.sub("", query.search).strip():
         # i: any case, l: the text itself, not a pattern; quicker than lower() of every sample.
         parts = " OR ".join(f"regexp_matches({name}, ?, 'il')" for name in SEARCHED)
-        conditions[f"({parts})"] = [query.search] * len(SEARCHED)
-    where = " WHERE " + " AND ".join(conditions) if conditions else ""
-    return where, [value for values in conditions.values() for value in values]
+        conditions.append(f"({parts})")
+        values += [text] * len(SEARCHED)
+    return " WHERE " + " AND ".join(conditions) if conditions else "", values
 
 
 def _page(places: Sequence[Any], query: Query) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +71,7 @@ def serve(paths: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
         raise ConfigError(
             f"--port {port} cannot be used: {error.strerror}. Type --port 0 for a free one."
         ) from error
-    with listener:
+    with listener, suppress(KeyboardInterrupt):
         say(f"report: http://{HOST}:{listener.getsockname()[1]} (Ctrl-C ends it)")
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         asyncio.run(server.serve(sockets=[listener]))

@@ -42,15 +42,35 @@ def say_outcome(
         f"(step {last['step']:.0f})"
     )
     for judged in (*other_pass_rates(steps, name), name):
-        _, best, last = noteworthy(found if judged == name else steps, judged)
-        if has_fallen(best, last, judged):
-            moved, step = "rose" if is_loss(judged) else "fell", int(best["step"])
-            warn(
-                f"the model got worse: {short_name(judged)} {moved} from "
-                f"{with_error(best, judged)} at step {step} to {with_error(last, judged)} at step "
-                f"{last['step']:.0f}, by more than two standard errors. The model of step {step}: "
-                f"{where(step)}."
-            )
+        records = found if judged == name else steps
+        if words := got_worse(records, judged):
+            step = int(noteworthy(records, judged)[1]["step"])
+            warn(f"{words}. The model of step {step}: {where(step)}.")
+
+
+def got_worse(evaluations: Sequence[Values], name: str) -> str:
+    """Return how the last evaluation is worse than the best by a metric; empty if it is not, or by
+    no more than chance explains.
+    """
+    _, best, last = noteworthy(evaluations, name)
+    if not has_fallen(best, last, name):
+        return ""
+    moved = "rose" if is_loss(name) else "fell"
+    return (
+        f"the model got worse: {short_name(name)} {moved} from {with_error(best, name)} at step "
+        f"{best['step']:.0f} to {with_error(last, name)} at step {last['step']:.0f}, by more than "
+        "two standard errors"
+    )
+
+
+def judged_metrics(records: Sequence[Values]) -> list[str]:
+    """Return the metrics of evaluations by which a model may have become worse: pass@1 of each data
+    source; without one, accuracy, or else the loss.
+    """
+    rates = sorted({name for values in records for name in values if name.endswith(PASS1)})
+    others = ["eval/acc", *(f"eval/{loss}" for loss in LOSSES)]
+    found = [name for name in rates or others if known(records, name)]
+    return found if rates else found[:1]
 
 
 def taught_nothing(records: Sequence[Values]) -> str:
@@ -103,7 +123,8 @@ def noteworthy(evaluations: Sequence[Values], name: str) -> list[Values]:
 
 def has_fallen(best: Values, last: Values, name: str) -> bool:
     """Return True if the last value is worse than the best by more than chance explains."""
-    errors = [values[name + STDERR] for values in (best, last) if name + STDERR in values]
+    found = [values.get(name + STDERR) for values in (best, last)]
+    errors = [error for error in found if error is not None]
     fall = (best[name] - last[name]) * (-1 if is_loss(name) else 1)
     return len(errors) == 2 and fall > MAX_FALL * math.hypot(*errors)
 

@@ -9,6 +9,15 @@ import yaml
 from openrlhf.utils.tracking import write_rollouts
 
 ATTACK = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
+# Searches among the samples of a run of three steps, and the rewards of what they find.
+SEARCHES = {
+    "reward=1 length>=3": ["1"] * 3,
+    "it is REWARD > 0.25 3 length<3.5": ["1", "1.25"],
+    "reward>2 reward<1e9": ["2.25"] * 3,
+    "advantage=.5 score<=0": ["0.25"] * 2,
+    "advantage<1 reward=1": ["1"] * 2,  # the second step has no advantages
+    "xreward=1": [],
+}
 
 
 def make_run(path: Path, *, num_steps: int = 3, learning_rate: float = 1e-5, seed: int = 0) -> Path:

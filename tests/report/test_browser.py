@@ -12,7 +12,7 @@ import pytest
 from openrlhf.report.report import write_report
 from tests.browser import NEEDS_CHROMIUM, Browser
 from tests.report.large_run import served, write_large_run
-from tests.report.run_folders import ATTACK, make_run, write_metrics
+from tests.report.run_folders import ATTACK, SEARCHES, make_run, write_metrics
 
 pytestmark = NEEDS_CHROMIUM
 VIEWS = ("overview", "curves", "time", "samples", "settings")
@@ -141,6 +141,13 @@ def test_tokens_are_coloured_by_what_is_chosen(browser, url):
     )
     [numbers] = browser.texts("#token")
     assert "ratio 1.649 · engine − trainer 0.5 · log-prob engine -1 · old -1.5" in numbers
+    browser.run(
+        "for (const token of shown.tokens.filter((t) => t.mismatch != null))"
+        "  Object.assign(token, { mismatch: 1e-3, ratio: 1.001 })"
+    )  # a tenth of the least reach
+    for name in ("ratio", "mismatch"):
+        assert colours(browser, name) == ["", "", red.format(0.075), "", red.format(0.075)]
+    assert browser.texts("#scale span") == ["-0.01", "0.01 (white: 0)"]
 
 
 def test_a_file_without_tokens_says_so(browser, url):
@@ -160,6 +167,14 @@ def test_samples_are_searched_and_sorted(browser, url, address, place):
     browser.wait(lambda: len(cells(browser, "reward")) == 18)
     choose(browser, "search", "IT IS 4")
     browser.wait(lambda: cells(browser, "reward") == ["1", "1.25"])
+    for search, expected in SEARCHES.items():
+        choose(browser, "search", "no such text")
+        browser.wait(lambda: cells(browser, "reward") == [])
+        choose(browser, "search", search)
+        browser.wait(lambda expected=expected: cells(browser, "reward") == expected)
+    choose(browser, "search", "reward>0.5")
+    browser.wait(lambda: len(cells(browser, "reward")) == 12)
+    picture(browser, f"search_{place}")
     choose(browser, "search", "")
     browser.wait(lambda: len(cells(browser, "reward")) == 18)
     browser.run("return table.setSort('label', 'desc')")

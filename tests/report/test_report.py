@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,7 +24,11 @@ from openrlhf.report.run_folder import read_runs
 from openrlhf.report.server import make_app
 from openrlhf.trainer import ppo_run
 from tests.integration.ppo_runs import GRPO, make_inputs, start
-from tests.report.run_folders import ATTACK, make_run
+from tests.report.run_folders import ATTACK, make_run, write_metrics
+
+TAUGHT_NOTHING = (
+    "1 of 3 logged steps taught nothing: all samples of every prompt got the same reward"
+)
 
 
 class Tags(HTMLParser):
@@ -55,9 +63,11 @@ def test_a_page_has_curves_samples_and_settings_and_nothing_of_another_place(tmp
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
     assert capsys.readouterr().out.splitlines() == [
         "run: sums_pass1 0.25 ±0.12 (step 0) → 0.5 ±0.12 (step 3)",
+        f"run: hint: {TAUGHT_NOTHING}",
         f"report: {tmp_path}/run/report.html",
         f"curves: {tmp_path}/run/curves.png",
     ]
+    assert f"<td>{TAUGHT_NOTHING}</td>" in page
     data = data_of(page)
     assert {"reward", "KL", "memory", "loss"} <= {panel["title"] for panel in data["panels"]}
     assert len(data["runs"][0]["samples"]) == data["runs"][0]["num_samples"] == 18
@@ -65,6 +75,22 @@ def test_a_page_has_curves_samples_and_settings_and_nothing_of_another_place(tmp
     assert not [of for _, of in tags if of.get("src") or "//" in of.get("href", "")]
     assert [tag for tag, _ in tags].count("script") == 4  # no sample has made a fifth
     assert "connect-src 'none'" in policy_of(page) and "all samples of every prompt" in page
+
+
+@pytest.mark.parametrize("name", ["eval_sums_pass1", "acc"])
+def test_the_page_and_the_terminal_say_that_the_model_got_worse(name, tmp_path, capsys):
+    values = {f"eval/{name}_stderr": 0.125}
+    records = [{"step": step, f"eval/{name}": 1 / (step + 1)} | values for step in (0, 9, 10)]
+    records += [{"step": 10, f"eval/{name}": None, f"eval/{name}_stderr": None}]
+    write_metrics(tmp_path / "run", [*records, {"step": 10, "eval/loss": 0.5}])
+    report(tmp_path / "run")
+    name = name.removeprefix("eval_")
+    told = (
+        f"the model got worse: {name} fell from 1.000 ±0.125 at step 0 to 0.091 ±0.125 at step "
+        "10, by more than two standard errors"
+    )
+    assert capsys.readouterr().out.splitlines()[-3] == f"run: hint: {told}"
+    assert f"<td>{told}</td>" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_response_cannot_leave_its_text(tmp_path):
@@ -85,6 +111,18 @@ def test_a_run_has_one_colour_in_all_panels_of_the_picture():
         assert colours == ["C0"] * len(metrics) + ["C1"] * len(metrics)
 
 
+@pytest.mark.parametrize("num_metrics", [2, 9])
+def test_the_legend_of_the_picture_covers_no_curve(num_metrics):
+    curves = [
+        Curve("a", f"reward/{i}", False, [1, 2, 3], [1.0, 0.0, 1.0], [0.1, None, 0.5])
+        for i in range(num_metrics)
+    ]
+    axis = Figure((4.0, 2.8)).add_subplot()
+    _draw(axis, Panel("title", "", "curves", curves), ["a"])
+    _, highest = axis.transData.transform((0, 1.5))  # the end of an error bar
+    assert axis.get_legend().get_window_extent().y0 > highest
+
+
 def test_several_runs_show_which_settings_differ(tmp_path, capsys):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", learning_rate=2e-5)]
     report(*runs, "--output", tmp_path / "both.html")
@@ -92,7 +130,8 @@ def test_several_runs_show_which_settings_differ(tmp_path, capsys):
     row = r"<tr( class=\"same\")?><th>{}</th><td>(.*?)</td><td>(.*?)</td></tr>"
     assert re.search(row.format("actor.adam.lr"), page).groups() == (None, "1e-05", "2e-05")
     assert re.search(row.format("seed"), page)[1] == ' class="same"'
-    assert (tmp_path / "curves.png").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "both.html", "both.png"}
+    assert capsys.readouterr().out.endswith(f"curves: {tmp_path}/both.png\n")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +166,16 @@ def test_a_server_pages_and_speaks_to_this_machine_only(tmp_path):
     assert client.get("/sample", params=place | {"number": 6}).status_code == 404
     assert client.get("/samples", params={"run": 1}).status_code == 404
     assert client.get("/", headers={"host": "elsewhere.example"}).status_code == 400
+
+
+def test_ctrl_c_ends_the_server_quietly(tmp_path):
+    words = [sys.executable, "-m", "openrlhf.cli.report", make_run(tmp_path), "--serve", "--port=0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        address = re.search(rb"http://\S+", process.stdout.readline())[0].decode()
+        with urllib.request.urlopen(address):  # the server runs
+            process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == 0
 
 
 def test_a_run_that_fails_leaves_its_report_and_the_reason_for_later_ones(tmp_path):
@@ -203,6 +252,12 @@ def test_a_page_that_cannot_be_written_is_an_error_in_a_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written .*Type --output FILE"):
         write_report([tmp_path], tmp_path / "metrics.jsonl" / "report.html")
+
+
+def test_a_page_is_not_written_to_the_name_of_a_picture(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"curves.png is a page. Type a name that ends in .html"):
+        write_report([tmp_path], tmp_path / "curves.png")
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Samples of a run: in a page, and of any number behind a server."""
 
 import json
+import math
 import time
 import urllib.parse
 import urllib.request
@@ -13,7 +14,7 @@ from openrlhf.report.sample_index import Query, SampleIndex
 from openrlhf.report.samples import excerpt, spread, step_files
 from openrlhf.utils.tracking import write_rollouts
 from tests.report.large_run import served, write_large_run
-from tests.report.run_folders import make_run, sample
+from tests.report.run_folders import SEARCHES, make_run, sample
 
 
 @pytest.fixture
@@ -79,6 +80,23 @@ def test_a_page_is_sorted_searched_and_counted(index):
     assert index.samples(Query(sort="reward; DROP TABLE samples"))["total"] == 13
 
 
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_search_takes_text_and_conditions(search, tmp_path):
+    index = SampleIndex(make_run(tmp_path))
+    index.refresh()
+    found = index.samples(Query(search=search))["rows"]
+    assert [f"{row['reward']:g}" for row in found] == SEARCHES[search]
+
+
+def test_a_condition_compares_what_the_page_shows(tmp_path):
+    rewards = [0.1 + 1e-9, 0.1 - 1e-9, math.nan, None, 0.2]
+    write_rollouts(tmp_path, 1, [sample(1, 0, 0) | {"reward": r} for r in rewards], num_kept=9)
+    index = SampleIndex(tmp_path)
+    index.refresh()
+    searches = ("reward=0.1", "reward>0.1", "reward<=0.1")
+    assert [index.samples(Query(search=search))["total"] for search in searches] == [2, 1, 2]
+
+
 def test_prompts_have_the_numbers_of_their_samples(index):
     found = index.groups(Query(file="step_000001.parquet", sort="reward", is_descending=True))
     assert found["total"] == 3
@@ -128,6 +146,7 @@ def time_pages(run_dir: Path) -> dict[str, float]:
                     for page in (1, 2)
                 ),
                 *({"search": "nosuchword"}, {"search": "ETA", "sort": "reward"}),
+                {"search": "reward>0.5 length<100 eta", "sort": "reward"},
                 *({"search": "eta o"}, {"search": "eta o", "page": 2}),
             ):
                 response, times[f"{view} {query}"] = get(view, **query)

@@ -99,12 +99,23 @@ async function fetched(path, values) {
   return response.json();
 }
 
+// A condition in a search, the same as in sample_index.py; the rest of the search is text.
+const CONDITION = /(?:^|\s)(reward|score|advantage|length)\s*([<>]=?|=)\s*(-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?=\s|$)/gi;
+const HOLDS = {
+  "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b, "=": (a, b) => a === b,
+};
+
 function matching(query) {
-  const search = (query.search || "").toLowerCase();
+  const search = query.search || "";
+  const conditions = [...search.matchAll(CONDITION)].map(([, name, operator, value]) => (
+    [name.toLowerCase().replace("length", "num_actions"), HOLDS[operator], Number(value)]
+  ));
+  const text = search.replace(CONDITION, "").trim().toLowerCase();
   return data.runs[query.run].samples.filter((sample) => (
     (!query.file || sample.file === query.file)
     && (query.group_id == null || sample.group_id === query.group_id)
-    && (!search || [sample.prompt, sample.response, sample.label].some((text) => (text || "").toLowerCase().includes(search)))
+    && conditions.every(([name, holds, value]) => sample[name] != null && holds(sample[name], value))
+    && (!text || [sample.prompt, sample.response, sample.label].some((own) => (own || "").toLowerCase().includes(text)))
   ));
 }
 
@@ -283,8 +294,11 @@ async function showSample(place) {
 
 const prefixed = (prefix, values) => Object.fromEntries(Object.entries(values || {}).map(([name, value]) => [prefix + name, value]));
 
-// How a number becomes a colour: around a middle (blue below, red above), or one of a few.
-const DIVERGING = { advantages: [0, (v) => v], ratio: [1, (v) => Math.log(v)], mismatch: [0, (v) => v] };
+// How a number becomes a colour: around a middle (blue below, red above), or one of a few. The third
+// entry is the least reach of the scale, so that rounding noise stays white.
+const DIVERGING = {
+  advantages: [0, (v) => v, 0], ratio: [1, (v) => Math.log(v), Math.log(1.01)], mismatch: [0, (v) => v, 0.01],
+};
 const PALETTE = ["#fff3b0", "#c7e9c0", "#c6dbef", "#fdd0a2", "#dadaeb", "#f7c6d9"];
 const shade = (part) => (part < 0 ? `rgba(31, 111, 235, ${-part * 0.75})` : `rgba(218, 54, 51, ${part * 0.75})`);
 
@@ -306,8 +320,8 @@ function colourTokens() {
 }
 
 function diverging(name, known, scale) {
-  const [middle, on] = DIVERGING[name];
-  const reach = Math.max(...known.map((value) => Math.abs(on(value)))) || 1;
+  const [middle, on, least] = DIVERGING[name];
+  const reach = Math.max(least, ...known.map((value) => Math.abs(on(value)))) || 1;
   const ends = name === "ratio" ? [Math.exp(-reach), Math.exp(reach)] : [-reach, reach];
   element("span", number(ends[0]), scale);
   element("i", null, scale).style.background = `linear-gradient(to right, ${shade(-1)}, #fff, ${shade(1)})`;
