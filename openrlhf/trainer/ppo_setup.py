@@ -96,15 +96,7 @@ def gather_inputs(
     `reward_source` that is open already, that of the config is opened.
     """
     run_dir = Path(config.ckpt.output_dir)
-    for formula, name in (
-        (ESTIMATOR, config.algo.advantage.estimator),
-        (POLICY_LOSS, config.actor.policy_loss_type),
-    ):
-        gathered.attempt(partial(check_function, formula, name))
-    if has_engines:
-        gathered.attempt(lambda: check_vllm_is_installed(instead=INSTEAD_OF_VLLM))
-    if agent_path := config.train.agent_func_path:
-        gathered.attempt(lambda: load_agent(agent_path))
+    _check_code(config, gathered, has_engines=has_engines)
     policy = check_models(config, gathered, has_engines=has_engines)
     tokenizer = gathered.attempt(lambda: tokenizer_of(config, config.policy_path))
     if tokenizer is not None:
@@ -146,6 +138,19 @@ def gather_inputs(
         pass_rate=compared,
         vocab_size=policy.get_text_config().vocab_size,
     )
+
+
+def _check_code(config: PPOConfig, gathered: Gathered, *, has_engines: bool) -> None:
+    """Note what is wrong with the user's formulas and agent, and that vLLM is missing."""
+    for formula, name in (
+        (ESTIMATOR, config.algo.advantage.estimator),
+        (POLICY_LOSS, config.actor.policy_loss_type),
+    ):
+        gathered.attempt(partial(check_function, formula, name))
+    if has_engines:
+        gathered.attempt(lambda: check_vllm_is_installed(instead=INSTEAD_OF_VLLM))
+    if agent_path := config.train.agent_func_path:
+        gathered.attempt(lambda: load_agent(agent_path))
 
 
 def planned_updates(config: PPOConfig, num_prompts: int) -> list[int]:

@@ -3,8 +3,8 @@
 import importlib.util
 import json
 import os
+import resource
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,7 @@ def test_only_the_bare_right_number_is_rewarded():
 
 
 MIN_GAIN = 0.25  # of held-out pass@1; 0.6 is usual
-MAX_SECONDS = 240  # on two cores that do nothing else
+MAX_CPU_SECONDS = 480  # four minutes on two cores, whatever else they do meanwhile
 
 
 @pytest.mark.slow
@@ -57,11 +57,12 @@ def test_the_demo_learns_what_was_held_out_in_four_minutes(tmp_path: Path) -> No
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "OUT": str(tmp_path), "SEED": "1"}
     script = FOLDER.parent / "scripts" / "demo.sh"
-    start_s = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run_command("bash", script, env=env, timeout=560)
-    seconds = time.monotonic() - start_s
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     name = "eval/eval_sums_pass1"
     found = [r[name] for r in rows(tmp_path / "rl" / "metrics.jsonl") if name in r]
     assert found[-1] - found[0] >= MIN_GAIN
     assert {"curves.png", "report.html"} <= set(os.listdir(tmp_path / "rl"))
-    assert seconds < MAX_SECONDS
+    assert cpu_seconds < MAX_CPU_SECONDS
