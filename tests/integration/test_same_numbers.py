@@ -18,6 +18,9 @@ from tests.tiny import make_model, write_jsonl
 
 RECORDED = Path(__file__).with_name("same_numbers.json")
 NUM_STEPS = 10
+# On the machine that recorded them they agree to 1e-6. Kernels for other CPUs round otherwise, and
+# ten steps of Adam enlarge that: by up to 1.4e-5 on a CPU with AMX.
+TOLERANCE = 1e-4
 
 SUPERVISED = (
     "--pretrain {root}/model --dataset {root}/rows.jsonl --eval_dataset {root}/rows.jsonl "
@@ -144,7 +147,7 @@ def test_ten_steps_give_the_recorded_numbers(
     assert [record["step"] for record in found[case]] == [record["step"] for record in recorded]
     for record, expected in zip(found[case], recorded, strict=True):
         same = {name: record.get(name) for name in expected}
-        assert same == pytest.approx(expected, rel=1e-6, abs=1e-7), f"step {record['step']}"
+        assert same == pytest.approx(expected, rel=TOLERANCE, abs=1e-6), f"step {record['step']}"
 
 
 def record_anew() -> None:
