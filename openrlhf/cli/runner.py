@@ -65,7 +65,9 @@ class Command(Generic[ConfigT]):
         except KeyboardInterrupt as error:
             if Topology.from_env().is_main:
                 is_training = self.config_class.trains and not only_checks
-                how = str(error) or (stopping.NOTHING_SAVED if is_training else "")
+                how = stopping.NOTHING_SAVED if is_training else ""
+                if isinstance(error, stopping.Interrupted):  # a codec adds words to any other
+                    how = str(error)
                 print(f"error: interrupted: {how}".removesuffix(": "), file=sys.stderr)
             if stopping.is_overdue():  # a thread may still compute: Python's own end would crash
                 sys.stderr.flush()

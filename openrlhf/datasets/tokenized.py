@@ -361,22 +361,27 @@ class TokenizedDataset(ABC):
 
     def _tokenised(self) -> Dataset:
         """Return what becomes of every row; of the processes of a machine one makes it where it is
-        kept.
+        kept. Raise KeyboardInterrupt when it is interrupted, whatever the library makes of that.
         """
         rows, key = self._rows, self._cache_key()
         is_parallel = len(rows) >= PARALLEL_ROWS
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "openrlhf"
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{key}.lock", timeout=LOCK_S):
-            return rows.map(
-                self._tokenise,
-                desc=f"tokenising {self.subject}",
-                remove_columns=rows.column_names,
-                features=_FEATURES,
-                new_fingerprint=key,
-                num_proc=min(os.cpu_count() or 1, MAX_PROCESSES) if is_parallel else None,
-                cache_file_name=str(folder / f"{key}.arrow"),
-            )
+            try:
+                return rows.map(
+                    self._tokenise,
+                    desc=f"tokenising {self.subject}",
+                    remove_columns=rows.column_names,
+                    features=_FEATURES,
+                    new_fingerprint=key,
+                    num_proc=min(os.cpu_count() or 1, MAX_PROCESSES) if is_parallel else None,
+                    cache_file_name=str(folder / f"{key}.arrow"),
+                )
+            except Exception as error:
+                if isinstance(error.__context__, KeyboardInterrupt):
+                    raise KeyboardInterrupt from None
+                raise
 
     def _cache_key(self) -> str:
         """Return a hash of all that decides the result, this code included."""

@@ -3,6 +3,7 @@
 A second signal ends the process at once, and so does the end of the grace time.
 """
 
+import os
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ class _Listener:
     """Signals of this process, which reach the main thread only."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self.grace_s: float | None = None  # of the loop that runs; None: there is none
         self.is_leavable = False
         self.asked_at: float | None = None
@@ -32,9 +34,15 @@ class _Listener:
         self.ended = threading.Event()
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Handle a signal. A process that was forked off, for data, leaves Ctrl-C to its parent and
+        ends without a word when that tells it to.
+        """
+        if os.getpid() != self.pid:
+            if number == signal.SIGTERM:
+                os._exit(128 + number)
+            return
         if self.is_overdue:
-            raise KeyboardInterrupt(
+            raise Interrupted(
                 f"the step did not end in {self.grace_s:g} s (--grace_s); it was not saved"
             )
         now, before = time.monotonic(), self.asked_at
@@ -61,6 +69,7 @@ _listener = _Listener()
 def listen() -> None:
     """Handle SIGINT and SIGTERM from now on, unless this process was started to ignore them."""
     if threading.current_thread() is threading.main_thread():
+        _listener.pid = os.getpid()
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _listener.hear)
@@ -113,9 +122,9 @@ def telling(how: Callable[[], str]) -> Iterator[None]:
     """Let a signal that ends the block say what was saved and how to go on, as `how` returns it."""
     try:
         yield
-    except KeyboardInterrupt as error:
-        if str(error):
-            raise
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
         raise Interrupted(how()) from None
 
 

@@ -73,6 +73,23 @@ def interrupt(
     return error
 
 
+def test_ctrl_c_while_data_are_tokenised_is_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
+    rows = [{"input": f"{n}?", "output": "yes " * 40} for n in range(60_000)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags = f"--pretrain {tiny_model_dir} --dataset {data} --output_key output --save_path run"
+    env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    words = [sys.executable, "-m", "openrlhf.cli.train_sft", *flags.split(), *SFT_FLAGS.split()]
+    with started(words, cwd=tmp_path, env=env, start_new_session=True) as process:
+        while len(psutil.Process(process.pid).children()) < 3:  # two that tokenise, one that counts
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(1)
+        error = interrupt(process, signal.SIGINT, os.killpg)
+    last = "error: interrupted: nothing was saved yet. Type the same command to start again"
+    assert error.splitlines()[-1:] == [last] and "Traceback" not in error, error
+    assert process.returncode == 130
+
+
 def saved_step(error: str, root: Path) -> int:
     """The step of a last line that says how to go on."""
     how = rf"it was saved in {root}\. To go on, type the same command with --load_checkpoint"

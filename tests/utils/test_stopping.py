@@ -28,6 +28,16 @@ def test_a_patient_loop_notes_a_signal_and_a_launchers_copy_of_it(number):
         assert stopping.is_asked()
 
 
+def test_a_process_forked_off_ends_without_a_word(capfd):
+    with stopping.listening():
+        if not (child := os.fork()):
+            ask()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
     monkeypatch.setattr(stopping, "SAME_S", 0.0)
     with stopping.listening(), stopping.patiently(60), pytest.raises(KeyboardInterrupt):
