@@ -230,7 +230,7 @@ class TokenizedDataset(ABC):
         return is_chat
 
     def _words_of_chat(self, columns: Iterable[str | None]) -> str:
-        """Return how columns are read that the chat template renders."""
+        """Return what a notice says of columns that the chat template renders."""
         is_dialogue = any(holds_dialogues(self._rows, name) for name in columns if name)
         return (
             "messages, with the chat template"

@@ -255,7 +255,7 @@ async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float |
     call = asyncio.ensure_future(
         function(*args) if is_async else asyncio.to_thread(function, *args)
     )
-    # What it raises after all have stopped waiting is nobody's business.
+    # Read its exception in any case: asyncio would print one that nobody waits for any more.
     call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     try:
         done, _ = await asyncio.wait({call}, timeout=timeout_s)

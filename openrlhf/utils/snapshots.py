@@ -60,6 +60,7 @@ def _ask_hub(ids: Sequence[str], *, is_shown: bool) -> None:
     its library would try again for each file, half a minute at a time.
     """
     from huggingface_hub import constants, get_session  # noqa: PLC0415 - it would slow --help
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
 
     from openrlhf.utils.logging import warn  # noqa: PLC0415 - rich would slow --help
     from openrlhf.utils.progress import progress  # noqa: PLC0415
@@ -69,7 +70,7 @@ def _ask_hub(ids: Sequence[str], *, is_shown: bool) -> None:
     try:
         with progress(f"asking {constants.ENDPOINT}", is_shown=is_shown):
             get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - which client that is depends on the library
+    except (OSError, HTTPError) as error:  # of whichever HTTP client the library uses
         if is_shown:
             warn(
                 f"{constants.ENDPOINT} does not answer ({first_line(error)}): {', '.join(ids)} can "

@@ -34,8 +34,8 @@ class _Listener:
         self.ended = threading.Event()
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. A process that was forked off, for data, leaves Ctrl-C to its parent and
-        ends without a word when that tells it to.
+        """Handle a signal. A forked process, such as those that tokenise, ignores Ctrl-C, which its
+        parent handles, and exits at SIGTERM.
         """
         if os.getpid() != self.pid:
             if number == signal.SIGTERM:
