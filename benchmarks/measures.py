@@ -166,12 +166,12 @@ def _policy(work: w.Workload, folder: Path, *, zero_stage: int = 2) -> object:
 
 def policy_update(work: w.Workload) -> Callable[[], object]:
     """The policy's update on the same rows: packed, DeepSpeed, PPO loss on the response tokens."""
-    from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
+    from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates, update_shares
 
-    actor = _policy(work, work.model.parent)
-    [steps] = plan_updates(
-        _experience(work), 1, train_batch_size=work.num_completions, max_epochs=1, seed=0
-    )
+    actor, experience = _policy(work, work.model.parent), _experience(work)
+    size = work.num_completions
+    plan = plan_updates(experience, 1, train_batch_size=size, max_epochs=1, seed=0)
+    [steps] = update_shares(experience, plan)
     return partial(actor.fit, steps)
 
 

@@ -55,7 +55,7 @@ HOMES = {
     "openrlhf.trainer.check": {"torch", "transformers", "psutil", "rich"},
     "openrlhf.serving": {"torch", "transformers"},
     "openrlhf.serving.reward_server": {"torch", "fastapi", "pydantic", "starlette", "uvicorn"},
-    "openrlhf.trainer.ppo_utils": {"torch"},
+    "openrlhf.trainer.ppo_utils": {"torch", "numpy"},
     "openrlhf.trainer.ppo_trainer": {"torch", "ray"},
     "openrlhf.trainer.ray": {"torch", "ray", "psutil"},
     "openrlhf.cli": set(),

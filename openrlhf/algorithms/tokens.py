@@ -37,20 +37,24 @@ def pad_flat(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
 
 def unpad(padded_BA: Tensor, num_actions_B: Tensor) -> Tensor:
     """Return the inverse of `pad_flat`: (B, A) to (N,)."""
-    return padded_BA[action_mask(num_actions_B)]
+    rows = zip(padded_BA.unbind(0), num_actions_B.tolist(), strict=True)
+    return torch.cat([padded_BA.new_zeros(0), *(row_A[:n] for row_A, n in rows)])
 
 
 def segment_sum(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
     """Sum over the tokens of each sample, (B,); 0 for an empty one."""
-    samples_B = torch.arange(len(num_actions_B), device=num_actions_B.device)
-    owner_N = samples_B.repeat_interleave(num_actions_B)
-    assert flat_N.shape == owner_N.shape, "one number per action token is needed"
-    return flat_N.new_zeros(len(num_actions_B)).index_add(0, owner_N, flat_N)
+    assert len(flat_N) == int(num_actions_B.sum()), "one number per action token is needed"
+    return torch.segment_reduce(flat_N, "sum", lengths=num_actions_B, unsafe=True)
 
 
 def segment_mean(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
     """Return the mean over the tokens of each sample, (B,); 0 for an empty one."""
     return segment_sum(flat_N, num_actions_B) / num_actions_B.clamp(min=1)
+
+
+def all_finite(values_N: Tensor) -> bool:
+    """Return True if no value is NaN or infinite; in one pass, without a mask of the values."""
+    return not len(values_N) or bool(torch.stack(values_N.aminmax()).isfinite().all())
 
 
 def last_action_index(num_actions_B: Tensor) -> Tensor:

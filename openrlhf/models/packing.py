@@ -9,6 +9,7 @@ Suffixes: R rows, T tokens of a row, B sequences, h query heads, k key heads, D 
 Q queries, S keys or a slice, P padded.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,10 @@ PACKED_ATTENTION = "openrlhf_packed"
 # Queries per call where a band or a soft cap needs a mask: bounds the memory of long sequences.
 QUERY_BLOCK = 1024
 UNSUPPORTED_KWARGS = ("s_aux", "position_bias", "head_mask", "cache")
+
+
+# Earlier kernels than torch 2.13's take grouped queries without being told.
+ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +90,7 @@ class PackedRow:
             max_keys,
             scale=options.scale,
             window_size=(window, 0),
-            enable_gqa=q_ThD.size(1) != k_TkD.size(1),
+            **({"enable_gqa": q_ThD.size(1) != k_TkD.size(1)} if ASKS_FOR_GROUPS else {}),
         )
 
     def kwargs(self, attention: str) -> dict[str, Any]:

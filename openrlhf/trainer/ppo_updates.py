@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, mix_texts, plan_updates
+from openrlhf.trainer.ppo_utils.replay_buffer import (
+    UpdateResult,
+    mix_texts,
+    plan_updates,
+    update_shares,
+)
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 
@@ -42,7 +47,7 @@ def update_model(
     share has noted, with these columns of the loss. `texts` are mixed in.
     """
     train = config.train
-    shares = plan_updates(
+    plan = plan_updates(
         experience,
         group.num_shares,
         train_batch_size=train.batch_size,
@@ -51,5 +56,6 @@ def update_model(
         kl_coef=facts.kl_coef,
     )
     if texts is not None:
-        shares = mix_texts(shares, texts, num_seen=facts.num_texts, seed=train.seed)
-    return group.start(TrainedWorker.fit, [(share[num_done:], columns) for share in shares])()
+        plan = mix_texts(plan, texts, num_seen=facts.num_texts, seed=train.seed)
+    shares = update_shares(experience, plan[num_done:])
+    return group.start(TrainedWorker.fit, ((share, columns) for share in shares))()

@@ -1,6 +1,8 @@
 """Real gloo ranks for tests: one start-up serves many checks, results come back by name.
 
-Ranks are forked from a server that has imported the heavy libraries and computed nothing.
+Ranks are forked from a server that has imported the heavy libraries and computed nothing. Where
+there is a GPU they are spawned: DeepSpeed asks for devices when it is imported, and CUDA refuses to
+start in a fork of a process that has.
 """
 
 import multiprocessing
@@ -26,7 +28,7 @@ def run_ranks(worker: Worker, world_size: int, folder: Path) -> list[object]:
         _rank_main,
         args=(worker, world_size, port, str(folder)),
         nprocs=world_size,
-        start_method="forkserver",
+        start_method="spawn" if torch.cuda.is_available() else "forkserver",
     )
     return [
         torch.load(folder / f"world{world_size}-rank{rank}.pt", weights_only=False)

@@ -16,12 +16,13 @@ from torch import Tensor
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.scorers import CriticModelActor
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_train_engine import full_gradients
+from tests.helpers.updates import planned_shares
 from tests.tiny import make_model, make_reward_model
 from tests.trainer.test_experience import rollout
 
@@ -184,7 +185,7 @@ def changed(config: PPOConfig, variant: str, cut: str) -> PPOConfig:
 
 def own_steps(worker: ModelWorker, count: int) -> list[UpdateStep]:
     topology = worker.strategy.topology
-    plan = plan_updates(
+    plan = planned_shares(
         ragged_set(count),
         topology.dp_size,
         train_batch_size=64,

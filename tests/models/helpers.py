@@ -56,7 +56,7 @@ def random_masks(sequences: Sequence[Tensor], *, seed: int = 0) -> list[Tensor]:
 
 def full_batch(sequences: Sequence[Tensor]) -> PackedBatch:
     """A batch in which every token but the first of a sequence is a target."""
-    masks = [torch.arange(len(ids)) > 0 for ids in sequences]
+    masks = [torch.arange(len(ids), device=ids.device) > 0 for ids in sequences]
     return PackedBatch.from_sequences(sequences, masks)
 
 

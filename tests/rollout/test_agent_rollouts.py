@@ -16,8 +16,8 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics, penalised_rewards
-from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
 from openrlhf.utils.agent import AgentError
+from tests.helpers.updates import planned_shares
 from tests.rollout.agent_fakes import (
     TWO_TURNS,
     StreamingEngine,
@@ -138,7 +138,7 @@ def test_parts_of_an_episode_count_once_in_their_group(tmp_path, tiny_tokenizer)
 
 def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
     experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
-    (steps,) = plan_updates(experience, 1, train_batch_size=2, max_epochs=1, seed=0)
+    (steps,) = planned_shares(experience, 1, train_batch_size=2, max_epochs=1, seed=0)
     assert len(steps) == 2
     assert sum(step.num_samples for step in steps) == 6
     assert sum(step.num_tokens for step in steps) == len(experience.rollout_logprobs)

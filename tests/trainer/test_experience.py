@@ -2,6 +2,8 @@
 sample once an epoch, on exactly one rank, with global denominators.
 """
 
+import pickle
+import time
 from dataclasses import replace
 
 import torch
@@ -12,10 +14,10 @@ from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.trainer.ppo_utils.replay_buffer import (
     num_updates_per_rollout,
-    plan_updates,
     without_zero_advantages,
 )
 from openrlhf.utils.rollout import Rollout, sequence_tensors
+from tests.helpers.updates import planned_shares
 
 
 def rollout(
@@ -88,7 +90,7 @@ def numbered(count: int) -> Experience:
 def test_every_sample_is_trained_once_an_epoch_on_one_rank(
     count: int, num_ranks: int, batch_size: int, epochs: int
 ) -> None:
-    plan = plan_updates(
+    plan = planned_shares(
         numbered(count), num_ranks, train_batch_size=batch_size, max_epochs=epochs, seed=1
     )
     num_steps = num_updates_per_rollout(count, batch_size, epochs)
@@ -107,7 +109,36 @@ def test_idle_samples_leave_but_stay_in_the_denominators() -> None:
     experience = replace(
         Experience.from_rollouts(THREE), advantages=torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, -1.0])
     )
-    [[step]] = plan_updates(experience, 1, train_batch_size=3, max_epochs=1, seed=0)
+    [[step]] = planned_shares(experience, 1, train_batch_size=3, max_epochs=1, seed=0)
     busy = without_zero_advantages(step)
     assert len(busy.experience) == 2
     assert (busy.num_tokens, busy.num_samples) == (6, 3)
+
+
+def test_a_sample_of_several_epochs_is_sent_to_a_rank_once() -> None:
+    shares = planned_shares(numbered(6), 2, train_batch_size=3, max_epochs=4, seed=0)
+    for share in shares:
+        ids = share.experience.group_ids.tolist()
+        assert len(ids) == len(set(ids)) and len(share) == 8
+        assert set(ids) == {g for one in share for g in one.experience.group_ids.tolist()}
+
+
+def test_a_share_is_pickled_as_its_own_samples_alone() -> None:
+    whole = numbered(400)
+    [first, *_] = planned_shares(whole, 100, train_batch_size=400, max_epochs=1, seed=0)
+    sent = pickle.dumps(first)
+    assert len(sent) < len(pickle.dumps(whole)) / 4
+    [step] = pickle.loads(sent)
+    assert sorted(step.experience.group_ids.tolist()) == first.experience.group_ids.tolist()
+
+
+def test_the_time_for_all_shares_does_not_grow_with_the_ranks() -> None:
+    whole = numbered(4000)
+
+    def seconds(num_ranks: int) -> float:
+        start = time.perf_counter()
+        planned_shares(whole, num_ranks, train_batch_size=1000, max_epochs=1, seed=0)
+        return time.perf_counter() - start
+
+    few, many = (min(seconds(n) for _ in range(5)) for n in (4, 64))
+    assert many < 4 * few  # sixteen times as long if each share walked through the whole batch

@@ -23,9 +23,8 @@ from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_setup import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import (
-    UpdateStep,
+    PlannedStep,
     mix_texts,
-    plan_updates,
     seen_column,
 )
 from openrlhf.trainer.ray import ppo_actor
@@ -35,8 +34,9 @@ from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import load_tokenizer, tokenizer_of
+from tests.helpers.updates import planned_shares
 from tests.tiny import make_model, make_reward_model, make_tokenizer
-from tests.trainer.test_experience import THREE, rollout
+from tests.trainer.test_experience import rollout
 
 
 def make_actor(model: Path, tmp_path: Path, **sections: dict) -> PolicyModelActor:
@@ -87,7 +87,7 @@ def gradients(actor: PolicyModelActor, experience: Experience, micro_batch: int)
     actor.engine.step = capture  # type: ignore[method-assign]
     train = actor.config.train.model_copy(update={"micro_batch_size": micro_batch})
     actor.config = actor.config.model_copy(update={"train": train})
-    [steps] = plan_updates(experience, 1, train_batch_size=64, max_epochs=1, seed=0, kl_coef=0.1)
+    [steps] = planned_shares(experience, 1, train_batch_size=64, max_epochs=1, seed=0, kl_coef=0.1)
     actor.fit(steps)
     return held[0]
 
@@ -235,7 +235,7 @@ def test_importance_ratios_are_told_apart_by_staleness(
     off = near.clone()
     off[:first] -= math.log(4)  # the trainer finds them four times as likely
     experience = replace(experience, rollout_logprobs=off, weight_versions=versions)
-    [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
+    [steps] = planned_shares(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
     metrics = actor.fit(steps).metrics.values()
     for age, expected in ((2, (4, 1, math.log(4))), (0, (1, 0, 0))):
         names = ("is_ratio", "is_cut_ratio", "logprobs_diff")
@@ -264,7 +264,7 @@ def test_the_average_of_the_weights_is_exported(
     expected = weight()
     for _ in range(2):  # two optimizer steps each
         experience = replace(ragged_experience(16), old_logprobs=None)
-        [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
+        [steps] = planned_shares(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
         for step in steps:
             actor.fit([step])
             expected = 0.75 * expected + 0.25 * weight()
@@ -293,7 +293,7 @@ def test_an_update_on_policy_has_ratio_one_and_counts_its_micro_batches(
     experience = replace(ragged_experience(8), old_logprobs=None)
     actor.compute_logprobs(experience)
     assert actor.health()[1:3] == (8, 8)
-    [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
+    [steps] = planned_shares(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
     metrics = actor.fit(steps).metrics.values()
     assert actor.health()[1:3] == (8, 8)
     for text in ("log-probs of the policy", "updating the policy", "8/8"):
@@ -328,40 +328,36 @@ class Texts:
         return SFTExample(ids, torch.arange(len(ids)) > 0)
 
 
-def step(num_samples: int) -> UpdateStep:
-    return UpdateStep(Experience.from_rollouts(THREE), 6, num_samples)
+def step(num_samples: int, num_ranks: int) -> PlannedStep:
+    return PlannedStep([[]] * num_ranks, 6, num_samples)
 
 
-def mixed(shares: list[list[UpdateStep]], num_seen: int = 0) -> list[list[UpdateStep]]:
-    return mix_texts(shares, Texts(), num_seen=num_seen, seed=1)  # type: ignore[arg-type]
+def mixed(plan: list[PlannedStep], num_seen: int = 0) -> list[PlannedStep]:
+    return mix_texts(plan, Texts(), num_seen=num_seen, seed=1)  # type: ignore[arg-type]
 
 
-def rows_of(shares: list[list[UpdateStep]]) -> list[list[int]]:
+def rows_of(plan: list[PlannedStep]) -> list[list[int]]:
     """The texts of every optimizer step, all ranks together."""
-    return [
-        sorted(int(ids[0]) for one in ranks for ids in one.texts)
-        for ranks in zip(*shares, strict=True)
-    ]
+    return [sorted(int(ids[0]) for texts in one.texts for ids in texts) for one in plan]
 
 
 def test_each_step_gets_as_many_texts_as_samples_and_each_pass_every_text() -> None:
-    shares = mixed([[step(3), step(2), step(5)], [step(3)] * 3])
-    first, second, third = rows_of(shares)
+    first, second, third = rows_of(mixed([step(3, 2), step(2, 2), step(5, 2)]))
     assert (len(first), len(second), third) == (3, 2, [0, 1, 2, 3, 4])
     assert sorted(first + second) == [0, 1, 2, 3, 4]
 
 
 def test_the_tokens_of_a_step_are_counted_over_all_ranks() -> None:
-    shares = mixed([[step(5)]] * 3)
+    [planned] = mixed([step(5, 3)])
     # Texts of 2 to 6 tokens, the first of each is given: 1 + 2 + 3 + 4 + 5.
-    assert {one.num_text_tokens for [one] in shares} == {15}
-    sizes = [sum(map(len, one.texts)) for [one] in shares]
+    assert planned.num_text_tokens == 15
+    sizes = [sum(map(len, texts)) for texts in planned.texts]
     assert sum(sizes) == 20 and max(sizes) <= 7
 
 
 def test_passes_go_on_where_earlier_updates_ended() -> None:
-    whole = rows_of(mixed([[step(3), step(4), step(6), step(2)]]))
-    assert rows_of(mixed([[step(6), step(2)]], num_seen=7)) == whole[2:]
+    whole = rows_of(mixed([step(n, 1) for n in (3, 4, 6, 2)]))
+    assert rows_of(mixed([step(6, 1), step(2, 1)], num_seen=7)) == whole[2:]
 
 
 TEXTS = ("hello there<|end|>", "good")
@@ -456,7 +452,7 @@ def test_an_update_returns_what_its_loss_first_saw_of_each_sample(
     actor = make_actor(tiny_model_dir, tmp_path, actor={"adam": {"lr": 1e-2}}, algo=algo)
     experience = ragged_experience(8, with_ref=True)
     before = actor.compute_logprobs(experience)
-    [steps] = plan_updates(experience, 1, train_batch_size=4, max_epochs=2, seed=0, kl_coef=0.1)
+    [steps] = planned_shares(experience, 1, train_batch_size=4, max_epochs=2, seed=0, kl_coef=0.1)
     result = actor.fit(steps, ["new_logprobs", "kl"])
     assert sorted(result.places) == list(range(8))
     sizes = experience.num_actions

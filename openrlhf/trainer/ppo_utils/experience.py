@@ -1,15 +1,22 @@
 """Experience: a ragged batch of scored samples, columns laid end to end without padding.
 
 Every column has one of three axes: token (T), action (N: sampled tokens only) or sample (B);
-`select` and `concat` keep the three in step.
+`select` keeps the three in step. Its cost is that of the samples it takes, whatever the batch
+holds: a share for one of many ranks is cut by slices of numpy arrays, which begin and end at
+offsets that are computed once a batch.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from openrlhf.algorithms.tokens import segment_mean, segment_sum
 from openrlhf.utils.packing import Batch, PackedBatch
 from openrlhf.utils.rollout import Rollout
 
@@ -71,48 +78,79 @@ class Experience(Batch):
             **{c.name: change(c.metadata["axis"], getattr(self, c.name)) for c in there}
         )
 
+    @cached_property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """Return every column there is as numpy sees it, without a copy."""
+        there = {column.name: getattr(self, column.name) for column in fields(self)}
+        return {name: column.numpy() for name, column in there.items() if column is not None}
+
+    @cached_property
+    def _offsets(self) -> dict[str, list[int]]:
+        """Return where samples begin along the ragged axes, B + 1 numbers each."""
+        return {"token": offsets_of(self.seq_lengths), "action": offsets_of(self.num_actions)}
+
     def select(self, indices: Sequence[int]) -> "Experience":
         """Return the samples at `indices`, in that order; may be empty."""
-        sizes = {"token": self.seq_lengths.tolist(), "action": self.num_actions.tolist()}
+        where, columns = np.asarray(indices, dtype=np.int64), {}
+        for name, array in self._arrays.items():
+            offsets = self._offsets.get(AXES[name])
+            picked = array[where] if offsets is None else _pieces(array, offsets, indices)
+            columns[name] = torch.from_numpy(picked)
+        return Experience(**columns)
 
-        def picked(axis: str, column: Tensor) -> Tensor:
-            if axis == "sample":
-                return column[list(indices)]
-            parts = column.split(sizes[axis])
-            return torch.cat([column[:0], *(parts[index] for index in indices)])
+    def __reduce__(self) -> tuple[Callable[..., "Experience"], tuple[dict[str, np.ndarray]]]:
+        """Pickle as numpy arrays, whose memory Ray takes and gives without a copy."""
+        return _from_arrays, (self._arrays,)
 
-        return self._mapped(picked)
+    @cached_property
+    def episode_of(self) -> tuple[Tensor, Tensor]:
+        """Return the number of each sample's episode, (B,), counted from 0 in the order of the
+        first samples, and the first sample of each episode, (E,). An episode is one sample, or the
+        parts of an agent's episode.
+        """
+        ids = self._arrays["episode_ids"]
+        _, first, owner = np.unique(ids, return_index=True, return_inverse=True)
+        order = first.argsort()
+        return torch.from_numpy(order.argsort()[owner]), torch.from_numpy(first[order])
+
+    def per_episode(self, values_B: Tensor) -> Tensor:
+        """Return the sum over the samples of each episode, (E,)."""
+        owner_B, first_E = self.episode_of
+        return values_B.new_zeros(len(first_E)).index_add_(0, owner_B, values_B)
 
     @property
     def episodes(self) -> list[list[int]]:
-        """Return the samples of every episode: one, or the parts of an agent's episode."""
-        members: dict[int, list[int]] = {}
-        for index, episode in enumerate(self.episode_ids.tolist()):
-            members.setdefault(episode, []).append(index)
-        return list(members.values())
+        """Return the samples of every episode."""
+        owner_B, first_E = self.episode_of
+        if len(first_E) == len(owner_B):
+            return [[index] for index in range(len(owner_B))]
+        members: list[list[int]] = [[] for _ in range(len(first_E))]
+        for index, episode in enumerate(owner_B.tolist()):
+            members[episode].append(index)
+        return members
 
     @property
     def response_lengths(self) -> Tensor:
         """Return the sampled tokens of the whole episode of every sample, (B,) int64."""
-        lengths_B = self.num_actions.clone()
-        for members in self.episodes:
-            lengths_B[members] = self.num_actions[members].sum()
-        return lengths_B
+        return self.per_episode(self.num_actions)[self.episode_of[0]]
 
     def learned_columns(self) -> list[dict[str, object]]:
         """Return for each sample what the files of rollouts say of its training: the mean of its
         advantages, and (A,) arrays, None where nothing was computed.
         """
-        sizes = self.num_actions.tolist()
-        rows: list[dict[str, object]] = [{} for _ in sizes]
+        ends = self._offsets["action"]
+        rows: list[dict[str, object]] = [{} for _ in range(len(self))]
         for name in ("old_logprobs", "new_logprobs", "advantages"):
-            column = getattr(self, name)
-            parts = [None] * len(sizes) if column is None else column.split(sizes)
-            for row, part in zip(rows, parts, strict=True):
-                is_known = part is not None and not part.isnan().any()
-                row[name] = part.numpy() if is_known else None
-        for row, part in zip(rows, self.advantages.split(sizes), strict=True):
-            row["advantage"] = part.mean().item()
+            column, array = getattr(self, name), self._arrays.get(name)
+            is_known = [False] * len(rows)
+            if column is not None:
+                is_known = (segment_sum(column.isnan().float(), self.num_actions) == 0).tolist()
+            for k, row in enumerate(rows):
+                row[name] = array[ends[k] : ends[k + 1]] if is_known[k] else None
+        for row, mean in zip(
+            rows, segment_mean(self.advantages, self.num_actions).tolist(), strict=True
+        ):
+            row["advantage"] = mean
         return rows
 
     def stand_in(self) -> "Experience":
@@ -131,18 +169,39 @@ class Experience(Batch):
         return PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
 
 
+AXES = {column.name: column.metadata["axis"] for column in fields(Experience)}
+
+
+def offsets_of(sizes: Tensor) -> list[int]:
+    """Return where pieces of these sizes begin when laid end to end, and the end of the last."""
+    return list(accumulate(sizes.tolist(), initial=0))
+
+
+def _pieces(array: np.ndarray, offsets: Sequence[int], indices: Sequence[int]) -> np.ndarray:
+    """Return the pieces at `indices` of a flat array, end to end, in memory of their own."""
+    parts = [array[offsets[index] : offsets[index + 1]] for index in indices]
+    return np.concatenate(parts) if parts else array[:0].copy()
+
+
+def _from_arrays(arrays: Mapping[str, np.ndarray]) -> Experience:
+    """Return experience over arrays that may be read-only: nothing writes into a column."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return Experience(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
 def scatter_back(
     parts: Sequence[Tensor], indices: Sequence[Sequence[int]], sizes: Tensor
 ) -> Tensor:
     """Undo a partition: per-part flat columns back into sample order.
 
-    `parts[k]` holds the entries of samples `indices[k]` end to end: `sizes` (B,) of them each, at
-    least one, or one a sample.
+    `parts[k]` holds the entries of samples `indices[k]` end to end: `sizes` (B,) of them each, or
+    one a sample.
     """
     if all(len(part) == len(members) for part, members in zip(parts, indices, strict=True)):
         sizes = torch.ones_like(sizes)
-    chunks: dict[int, Tensor] = {}
+    lengths, pieces = sizes.tolist(), [torch.empty(0)] * len(sizes)
     for part, members in zip(parts, indices, strict=True):
-        own = part.split([int(sizes[i]) for i in members]) if len(members) else ()
-        chunks |= zip(members, own, strict=True)
-    return torch.cat([chunks[sample] for sample in range(len(sizes))])
+        for index, piece in zip(members, part.split([lengths[i] for i in members]), strict=True):
+            pieces[index] = piece
+    return torch.cat(pieces)

@@ -18,7 +18,7 @@ from openrlhf.algorithms.advantages import (
     penalise_truncated,
 )
 from openrlhf.algorithms.kl import kl_per_token
-from openrlhf.algorithms.tokens import segment_sum
+from openrlhf.algorithms.tokens import all_finite, segment_mean
 from openrlhf.config.ppo import AdvantageConfig, PPOConfig
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -42,7 +42,7 @@ def make_experience(
     experience = Experience.from_rollouts(rollouts)
     columns = run_forwards(forwards, experience, in_turn=config.train.colocate_all)
     for name, column in columns.items():
-        if not torch.isfinite(column).all():
+        if not all_finite(column):
             raise NumericsError(f"{name} of this batch are not finite")
     experience = replace(experience, **columns)
     kl_N = reward_kl(config, experience)
@@ -56,7 +56,7 @@ def make_experience(
         clip_range=config.reward.clip_range,
         episode_ids_B=experience.episode_ids,
     )
-    if not torch.isfinite(advantages_N).all():
+    if not all_finite(advantages_N):
         raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
     experience = replace(experience, advantages=advantages_N, returns=returns_N)
     return experience, experience_metrics(experience, kl_N)
@@ -103,28 +103,29 @@ def experience_metrics(experience: Experience, kl_N: Tensor | None) -> Metrics:
     `values` are means over sequences and tokens.
     """
     metrics = Metrics()
-    episodes = experience.episodes
-    first = [members[0] for members in episodes]
+    _, first = experience.episode_of
     columns: dict[str, Tensor | None] = {
         "reward": experience.rewards[first],
         "response_length": experience.response_lengths[first].float(),
-        "total_length": torch.stack([experience.seq_lengths[m].sum() for m in episodes]).float(),
+        "total_length": experience.per_episode(experience.seq_lengths).float(),
         "response_clip_ratio": experience.is_truncated[first].float(),
     }
     assert experience.returns is not None
-    num_actions = experience.num_actions
-    columns["return"] = segment_sum(experience.returns, num_actions) / num_actions.clamp(min=1)
+    columns["return"] = segment_mean(experience.returns, experience.num_actions)
     columns |= {"kl": kl_N, "values": experience.values}
     for name, column in columns.items():
         if column is not None:
             metrics.add(name, column.mean().item(), weight=len(column))
     stds = group_stds(experience.rewards[first], experience.group_ids[first])
-    if len(stds) < len(episodes):  # one sample a prompt has no spread
+    if len(stds) < len(first):  # one sample a prompt has no spread
         metrics.add("group_reward_std", stds.mean().item(), weight=len(stds))
     return metrics
 
 
 def group_stds(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """Return the standard deviation of the rewards of each group, (P,); 0 for a group of one."""
-    groups = [rewards_B[group_ids_B == group] for group in group_ids_B.unique()]
-    return torch.stack([g.std() if len(g) > 1 else g.new_zeros(()) for g in groups])
+    groups, owner_B, size_P = group_ids_B.unique(return_inverse=True, return_counts=True)
+    zeros_P = torch.zeros(len(groups), dtype=torch.float64)
+    mean_P = zeros_P.index_add(0, owner_B, rewards_B.double()) / size_P
+    squares_B = (rewards_B.double() - mean_P[owner_B]).square()
+    return (zeros_P.index_add(0, owner_B, squares_B) / (size_P - 1).clamp(min=1)).sqrt()

@@ -2,23 +2,24 @@
 
 The plan is made once by the controller and knows the global denominators, so that the gradient does
 not depend on the number of ranks, on the micro-batches or on samples left out because they cannot
-contribute.
+contribute. It is made of indices; the samples of a rank are cut out once, when its share is sent,
+and the rank cuts its optimizer steps out of them.
 
 Pre-training text may stand beside the samples, so that the policy does not forget how to write it:
 PPO-ptx of InstructGPT (arXiv 2203.02155, section 3.5).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches
 from openrlhf.datasets.sampler import epoch_order
-from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.utils.metrics import Metrics
 
 if TYPE_CHECKING:  # it imports datasets and pandas, which workers do not need
@@ -39,6 +40,39 @@ class UpdateStep:
 
 
 @dataclass(frozen=True)
+class PlannedStep:
+    """One optimizer step of all ranks: whose samples, and the denominators.
+
+    Example: `PlannedStep([[0, 2], [1]], num_tokens=6, num_samples=3)`: rank 0 has samples 0 and 2.
+    """
+
+    members: Sequence[Sequence[int]]  # [rank]: samples of the experience
+    num_tokens: int
+    num_samples: int
+    num_steps: int = 1
+    kl_coef: float = 0.0
+    texts: Sequence[tuple[Tensor, ...]] = ()  # [rank]; empty: no text
+    num_text_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class UpdateShare(Sequence[UpdateStep]):
+    """The optimizer steps of one rank, cut out of its samples when they are asked for."""
+
+    experience: Experience
+    steps: Sequence[tuple[Sequence[int], dict[str, Any]]]  # samples, and the other fields
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[k] for k in range(len(self))[index]]
+        samples, others = self.steps[index]
+        return UpdateStep(self.experience.select(samples), **others)
+
+
+@dataclass(frozen=True)
 class UpdateResult:
     """The metrics and columns that one rank returns for its optimizer steps."""
 
@@ -50,12 +84,12 @@ class UpdateResult:
 
 def seen_column(results: Sequence[UpdateResult], name: str, num_actions: Tensor) -> Tensor:
     """Return a column of all ranks in sample order, (N,); NaN for samples that no loss saw."""
-    sizes, parts = num_actions.tolist(), {}
-    for result in results:
-        if result.places:
-            own = result.columns[name].split([sizes[place] for place in result.places])
-            parts |= zip(result.places, own, strict=True)
-    return torch.cat([parts.get(k, torch.full((n,), math.nan)) for k, n in enumerate(sizes)])
+    seen = [result for result in results if result.places]
+    places = [result.places for result in seen]
+    unseen = sorted(set(range(len(num_actions))).difference(*places))
+    nans = torch.full((int(num_actions[unseen].sum()),), math.nan)
+    columns = [*(result.columns[name] for result in seen), nans]
+    return scatter_back(columns, [*places, unseen], num_actions)
 
 
 def plan_updates(
@@ -66,27 +100,50 @@ def plan_updates(
     max_epochs: int,
     seed: int,
     kl_coef: float = 0.0,
-) -> list[list[UpdateStep]]:
-    """Return the optimizer steps of every rank: [rank][step].
+) -> list[PlannedStep]:
+    """Return the optimizer steps of a rollout batch.
 
     Each epoch visits every sample once in a seeded order; the last batch may be smaller. The parts
     of an episode stay together and count as one. Samples whose advantages are all zero stay in the
     denominators.
     """
     generator = torch.Generator().manual_seed(seed)
-    steps: list[list[UpdateStep]] = [[] for _ in range(num_ranks)]
     episodes = experience.episodes
+    lengths, sizes = experience.seq_lengths.tolist(), experience.num_actions.tolist()
     num_steps = num_updates_per_rollout(len(episodes), train_batch_size, max_epochs)
+    plan = []
     for _ in range(max_epochs):
         order = torch.randperm(len(episodes), generator=generator).tolist()
         for batch in fixed_batches(len(order), train_batch_size):
             members = [index for i in batch for index in episodes[order[i]]]
-            shares = balanced_partitions(experience.seq_lengths[members].tolist(), num_ranks)
-            num_tokens = int(experience.num_actions[members].sum())
-            for rank, share in enumerate(shares):
-                own = experience.select([members[i] for i in share])
-                steps[rank].append(UpdateStep(own, num_tokens, len(members), num_steps, kl_coef))
-    return steps
+            parts = balanced_partitions([lengths[index] for index in members], num_ranks)
+            shares = [[members[i] for i in part] for part in parts]
+            num_tokens = sum(sizes[index] for index in members)
+            plan.append(PlannedStep(shares, num_tokens, len(members), num_steps, kl_coef))
+    return plan
+
+
+def update_shares(experience: Experience, plan: Sequence[PlannedStep]) -> Iterator[UpdateShare]:
+    """Yield the share of every rank; only one is held at a time. A sample that a rank sees in
+    several epochs is sent once.
+    """
+    for rank in range(len(plan[0].members) if plan else 0):
+        own = sorted({index for step in plan for index in step.members[rank]})
+        place = {index: k for k, index in enumerate(own)}
+        steps = [([place[i] for i in step.members[rank]], _totals(step, rank)) for step in plan]
+        yield UpdateShare(experience.select(own), steps)
+
+
+def _totals(step: PlannedStep, rank: int) -> dict[str, Any]:
+    """Return the fields of a rank's UpdateStep beside its samples."""
+    return {
+        "num_tokens": step.num_tokens,
+        "num_samples": step.num_samples,
+        "num_steps": step.num_steps,
+        "kl_coef": step.kl_coef,
+        "texts": step.texts[rank] if step.texts else (),
+        "num_text_tokens": step.num_text_tokens,
+    }
 
 
 def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs: int) -> int:
@@ -104,23 +161,22 @@ def without_zero_advantages(step: UpdateStep) -> UpdateStep:
 
 
 def mix_texts(
-    shares: Sequence[Sequence[UpdateStep]], texts: "SFTDataset", *, num_seen: int, seed: int
-) -> list[list[UpdateStep]]:
-    """Return the same optimizer steps, [rank][step], each with text beside its samples: as many
-    rows as the step has samples, divided among the ranks. Passes over the text go on behind the
-    `num_seen` rows of earlier calls, each in an order of its own.
+    plan: Sequence[PlannedStep], texts: "SFTDataset", *, num_seen: int, seed: int
+) -> list[PlannedStep]:
+    """Return the same optimizer steps, each with text beside its samples: as many rows as the step
+    has samples, divided among the ranks. Passes over the text go on behind the `num_seen` rows of
+    earlier calls, each in an order of its own.
     """
-    end = num_seen + sum(step.num_samples for step in shares[0])
+    end = num_seen + sum(step.num_samples for step in plan)
     size, first = len(texts), num_seen // len(texts)
     passes = range(first, end // size + 1)
     orders = torch.cat([epoch_order(size, seed, epoch) for epoch in passes])
     rows = iter(orders[num_seen - first * size :].tolist())
-    mixed: list[list[UpdateStep]] = [[] for _ in shares]
-    for steps in zip(*shares, strict=True):
-        drawn = [texts[next(rows)].token_ids for _ in range(steps[0].num_samples)]
+    mixed = []
+    for step in plan:
+        drawn = [texts[next(rows)].token_ids for _ in range(step.num_samples)]
+        parts = balanced_partitions([len(text) for text in drawn], len(step.members))
+        own = [tuple(drawn[index] for index in part) for part in parts]
         num_tokens = sum(len(text) - 1 for text in drawn)
-        parts = balanced_partitions([len(text) for text in drawn], len(steps))
-        for rank, (step, part) in enumerate(zip(steps, parts, strict=True)):
-            own = tuple(drawn[index] for index in part)
-            mixed[rank].append(replace(step, texts=own, num_text_tokens=num_tokens))
+        mixed.append(replace(step, texts=own, num_text_tokens=num_tokens))
     return mixed

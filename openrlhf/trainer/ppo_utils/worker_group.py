@@ -3,7 +3,7 @@
 `start_forward` turns a group's method on shares into a function on whole experience.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +26,9 @@ class WorkerGroup:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
 
-    def start(self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> Pending:
-        """Call `method` on the ranks of each share; return a function that waits for the results,
-        one a share.
+    def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:
+        """Call `method` on the ranks of each share, which may be made one at a time; return a
+        function that waits for the results, one a share.
         """
         [share] = shares
         results = [self.worker.run(method.__name__, *share)]
@@ -57,7 +57,7 @@ def start_forward(
     that waits for a flat (N,) or (B,) column in sample order.
     """
     parts = balanced_partitions(experience.seq_lengths.tolist(), group.num_shares)
-    pending = group.start(method, [(experience.select(part),) for part in parts])
+    pending = group.start(method, ((experience.select(part),) for part in parts))
     return lambda: scatter_back(pending(), parts, experience.num_actions)
 
 

@@ -4,7 +4,7 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,12 +213,12 @@ class RayActorGroup(WorkerGroup):
         endpoint = get(self.handles[0].master_endpoint.remote(), self.who(0), CALL_TIMEOUT_S)
         self.nodes = self._wait([handle.join.remote(*endpoint) for handle in self.handles])
 
-    def start(self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> Pending:
-        assert len(shares) == self.num_shares, "one piece of work a share"
-        references = [
-            handle.run.remote(method.__name__, *shares[rank // self.ranks_per_share])
-            for rank, handle in enumerate(self.handles)
-        ]
+    def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:
+        width, references = self.ranks_per_share, []
+        for k, share in zip(range(self.num_shares), shares, strict=True):
+            objects = [ray.put(part) for part in share]  # once for all ranks of the share
+            for handle in self.handles[k * width : (k + 1) * width]:
+                references.append(handle.run.remote(method.__name__, *objects))
         return lambda: self._wait(references)[:: self.ranks_per_share]
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:

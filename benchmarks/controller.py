@@ -1,0 +1,155 @@
+"""The controller's part of an RL step against samples and ranks: `python -m benchmarks.controller`.
+
+Groups are stubs that take their shares and return columns of the right size at once, so that what
+is measured is the controller alone: it lays samples end to end, cuts shares, puts results back in
+order, computes advantages and plans updates. Samples have 1,024 tokens, 896 of them sampled, as in
+GRPO with a reference.
+"""
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.trainer.ppo_updates import StepFacts, update_model
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience_maker import make_experience
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, seen_column
+from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup, start_forward
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.rollout import Rollout
+
+NUM_PROMPT, NUM_TOKENS = 128, 1024
+NUM_ACTIONS = NUM_TOKENS - NUM_PROMPT
+SAMPLES_A_PROMPT = 8
+BATCH_SIZE = 1024  # of an optimizer step
+
+
+class StubGroup(WorkerGroup):
+    """Ranks that compute nothing."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_shares = num_ranks
+
+    def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:
+        """Take every share, and let it go."""
+        results = [self.result(*share) for share in shares]
+        return lambda: results
+
+    def result(self, share: Any, columns: Sequence[str] | None = None) -> object:
+        """Return a column of a forward, or what a rank returns of its updates."""
+        experience = share if columns is None else share.experience
+        column = experience.rollout_logprobs  # any numbers of the right size
+        if columns is None:
+            return column
+        return UpdateResult(Metrics(), experience.places.tolist(), dict.fromkeys(columns, column))
+
+
+def rollouts_of(num_samples: int) -> list[Rollout]:
+    """Return scored samples, each with memory of its own."""
+    tokens = torch.randint(0, 150_000, (num_samples, NUM_TOKENS))
+    masks = (torch.arange(NUM_TOKENS) >= NUM_PROMPT).repeat(num_samples, 1)
+    logprobs = -torch.rand(num_samples, NUM_ACTIONS)
+    versions = torch.zeros(num_samples, NUM_ACTIONS, dtype=torch.int32)
+    rewards = torch.rand(num_samples).tolist()
+    return [
+        Rollout(
+            sample_id=f"step1/{k // SAMPLES_A_PROMPT}/{k % SAMPLES_A_PROMPT}",
+            group_id=k // SAMPLES_A_PROMPT,
+            row_id=k // SAMPLES_A_PROMPT,
+            token_ids=tokens[k],
+            action_mask=masks[k],
+            logprobs=logprobs[k],
+            weight_versions=versions[k],
+            finish_reason="stop",
+            prompt_text="",
+            response_text="",
+            reward=rewards[k],
+        )
+        for k in range(num_samples)
+    ]
+
+
+@contextmanager
+def adding(times: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds of the block."""
+    start = time.perf_counter()
+    yield
+    times[name] += time.perf_counter() - start
+
+
+def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
+    """Return the seconds of the two halves of a step, and the memory that it took."""
+    config = PPOConfig.model_validate(
+        {
+            "actor": {"model_name_or_path": "none"},
+            "algo": {"advantage": {"estimator": "group_norm"}, "kl": {"use_loss": True}},
+            "rollout": {"n_samples_per_prompt": SAMPLES_A_PROMPT},
+            "train": {"batch_size": BATCH_SIZE},
+        }
+    )
+    rollouts, group = rollouts_of(num_samples), StubGroup(num_ranks)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    times = dict.fromkeys(("shares", "results"), 0.0)
+
+    def forward(experience: Experience) -> Callable[[], Tensor]:
+        with adding(times, "shares"):
+            pending = start_forward(group, StubGroup.result, experience)
+
+        def wait() -> Tensor:
+            with adding(times, "results"):
+                return pending()
+
+        return wait
+
+    forwards = dict.fromkeys(("old_logprobs", "ref_logprobs"), forward)
+    experience, _ = make_experience(config, forwards, rollouts, 0.01)
+    made = time.perf_counter()
+    facts = StepFacts(1, 0.01, 0, [1])
+    results = update_model(config, group, experience, facts, texts=None, columns=["new_logprobs"])
+    seen = seen_column(results, "new_logprobs", experience.num_actions)
+    end = time.perf_counter()
+    assert len(seen) == num_samples * NUM_ACTIONS
+    used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    columns = sum(array.nbytes for array in experience._arrays.values()) + seen.nbytes
+    return {
+        "shares_of_a_forward": times["shares"] / len(forwards),
+        "results_of_a_forward": times["results"] / len(forwards),
+        "columns_and_advantages": made - start - sum(times.values()),
+        "updates": end - made,
+        "ms_per_100": (end - start) * 1e5 / num_samples,
+        "memory_over_columns": used / columns,
+    }
+
+
+def main() -> None:
+    """Print a row for each size; each runs in a process of its own for the sake of its memory."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, nargs="+", default=[1_000, 10_000, 100_000])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 128, 512])
+    args = parser.parse_args()
+    if len(args.samples) * len(args.ranks) == 1:
+        step_s(64, 1)  # what is imported or compiled at the first use
+        found = step_s(args.samples[0], args.ranks[0])
+        print(" ".join(f"{name}={value:.3g}" for name, value in found.items()))
+        return
+    import subprocess
+
+    for samples in args.samples:
+        for ranks in args.ranks:
+            words = ["--samples", str(samples), "--ranks", str(ranks)]
+            run = [sys.executable, "-m", "benchmarks.controller", *words]
+            line = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+            print(f"samples={samples} ranks={ranks} {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
