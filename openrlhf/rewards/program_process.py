@@ -1,230 +1,424 @@
-"""The processes in which a program that a model wrote runs and is tested.
+"""The processes in which programs that a model wrote run: a script that imports nothing of this
+package.
 
-A script of its own that code_runner.py starts: it imports nothing of this package. `run` executes
-program.py. `test` reads tests from its standard input, starts a second process (`serve`) that
-executes program.py, and executes the tests itself: names of the program are asked for over a
-socket, plain data comes as copies, anything else as a Handle whose operations run over there.
+code_runner.py starts it once, as a server. For each program the server forks a supervisor, which
+holds the time limit and ends all that the program has started, and the supervisor forks the process
+of the program, which gives up its rights before it executes anything. Tests are executed there too,
+in a thread of their own; SECURITY.md says what a hostile program can and cannot do to them.
 """
 
+import ast
 import builtins
 import ctypes
+import gc
 import json
-import operator
 import os
 import resource
+import secrets
+import select
+import signal
 import socket
 import struct
-import subprocess
 import sys
+import traceback
+import unittest
+from _blake2 import blake2b
+from _thread import start_new_thread
+from asyncio import BaseEventLoop
+from asyncio import run as run_coroutine
 from collections.abc import Callable
-from functools import partialmethod
+from contextlib import suppress
+from functools import partial
+from os import _exit, write
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any
+from signal import pause
+from types import CodeType, CoroutineType, GeneratorType, ModuleType
+from typing import Any
 
-PASSED = 17  # exit code of `test` when the last line of the tests has run
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
-KINDS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, bytes, dict)}
-# Of two handles, never of a handle and a value of the tests: an object that says that it equals
-# whatever it is compared with has not given the right answer.
-BETWEEN_HANDLES = "eq ne lt le gt ge add sub mul truediv floordiv mod pow and_ or_ xor matmul"
-ON_A_HANDLE = "call getitem setitem delitem contains len iter next bool str repr hash"
+# The functions of this file keep Python's own functions when a program replaces them.
+__builtins__ = dict(vars(builtins))
 
+MIB = 1024**2
+MAX_FILE_BYTES = 16 * MIB  # of any file, output included
+MAX_SHOWN = 10_000  # characters of output that are kept
+MAX_VERDICT_BYTES = 2**16
+MAX_FILES = 64  # open ones
+MAX_TASKS = 64  # processes and threads
+FIRST_UID = 61184  # a range that systemd, too, gives to processes without an account
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SUBREAPER = 1, 4, 8, 36
+PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, CAP_DAC_READ_SEARCH = 38, 47, 2
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+MAY_READ, ON_A_FILE = 0b1101, 0b1100000000000111  # execute, read a file, list a folder
+READABLE = """
+    /usr /lib /lib64 /bin /nix/store /etc/ld.so.cache /etc/localtime /etc/passwd /proc/cpuinfo
+    /proc/meminfo /sys/devices/system/cpu /dev/zero /dev/random /dev/urandom
+"""
+# What a solution of LeetCode takes for granted; the later of two equal names counts.
+USUAL_IMPORTS = """
+from typing import *; from operator import *; from random import *; from re import *
+from string import *; from copy import *; from statistics import *; from datetime import *
+from math import *; from itertools import *; from functools import *; from collections import *
+from heapq import *; from bisect import *
+import typing, operator, random, re, string, copy, statistics, datetime, math, itertools
+import functools, collections, heapq, bisect, sys, os, json, time
+"""
+# Ways to the frames and objects of the tests. What tests hand over is data of theirs all the same.
+HIDDEN_EVENTS = """
+    sys.settrace sys.setprofile sys.addaudithook sys._getframe sys._current_frames
+    sys._current_exceptions gc.get_objects gc.get_referrers gc.get_referents ctypes.dlsym
+    ctypes.string_at ctypes.wstring_at ctypes.PyObj_FromPtr ctypes.cdata ctypes.cdata/buffer
+    ctypes.call_function os.fork os.forkpty sys.monitoring.register_callback
+"""
+OF_TESTS = ("unittest", "pytest", "_pytest")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+COUNT = "count a check"  # no program can write this name
+VERDICT = MAX_FILES - 1  # the descriptor; no object that the fork has copied closes this number
+HIDDEN_NAMES = "tb_frame gi_frame cr_frame ag_frame f_code gi_code cr_code ag_code"
 
-def limit(numbers: list[str]) -> None:
-    """Set limits on CPU seconds, memory and file sizes; end with the parent."""
-    *sizes, parent = map(int, numbers)
-    kinds = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
-    for kind, most in (*zip(kinds, sizes, strict=True), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(kind, (most, most))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 9)
-        if os.getppid() != parent:
-            sys.exit(1)
-
-
-def confine() -> None:
-    """Give up root's powers for good, with which a program could read the memory of the tests."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
-
-
-def run_program() -> dict[str, Any]:
-    """Execute program.py as the main module and return its names."""
-    module = ModuleType("__main__")
-    module.__file__ = "program.py"
-    sys.modules["__main__"], sys.argv = module, ["program.py"]
-    text = Path("program.py").read_text("utf-8")
-    exec(compile(text, "program.py", "exec"), module.__dict__)
-    return module.__dict__
-
-
-def send(line: IO[bytes], *message: Any) -> None:
-    """Send a message to the other process: JSON, plain data by value."""
-    line.write(json.dumps(message).encode() + b"\n")
-    line.flush()
+libc = ctypes.CDLL(None)
 
 
-def receive(line: IO[bytes]) -> Any:
-    """Return the next message; end the process when the other end is gone."""
-    if not (message := line.readline()):
-        os._exit(1)
-    return json.loads(message)
+class HiddenError(RuntimeError, ValueError):
+    """Raised where a program looks for its tests; a ValueError, as of a stack that is not deep."""
 
 
-def encode(value: Any, number_of: Callable[[Any], int]) -> Any:
-    """Return a value as JSON: a copy, or the number of an object of the program."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if hasattr(type(value), "tolist"):  # an array of NumPy, or one number of it
-        return encode(value.tolist(), number_of)
-    for name, kind in KINDS.items():
-        if isinstance(value, kind):
-            items = value.items() if kind is dict else value
-            return {name: [encode(item, number_of) for item in items]}
-    return {"object": number_of(value)}
+def usual_names() -> dict[str, Any]:
+    """Return the names of the usual imports, without those that would hide Python's own."""
+    names: dict[str, Any] = {}
+    exec(USUAL_IMPORTS, names)
+    return {name: value for name, value in names.items() if name not in __builtins__}
 
 
-def decode(coded: Any, object_of: Callable[[int], Any]) -> Any:
-    """Return the value of `encode` at the other end; runs nothing that the other end wrote."""
-    if not isinstance(coded, dict):
-        return coded
-    [(name, content)] = coded.items()
-    if name == "object":
-        return object_of(content)
-    return KINDS[name](decode(item, object_of) for item in content)
-
-
-class Handle:
-    """An object of the program, in the process of the tests."""
-
-    def __init__(self, ask: Callable[..., Any], number: int) -> None:
-        object.__setattr__(self, "_ask", ask)
-        object.__setattr__(self, "_number", number)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._ask("getattr", self, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        self._ask("setattr", self, name, value)
-
-    def __instancecheck__(self, value: object) -> bool:
-        return type(value) is Handle and self._ask("isinstance", value, self) is True
-
-    def _between(self, operation: str, other: object) -> Any:
-        return self._ask(operation, self, other) if type(other) is Handle else NotImplemented
-
-    def _of_one(self, operation: str, *arguments: object, **named: object) -> Any:
-        return self._ask(operation, self, *arguments, **named)
-
-
-for _name in BETWEEN_HANDLES.split():
-    setattr(Handle, f"__{_name.strip('_')}__", partialmethod(Handle._between, _name))
-for _name in ON_A_HANDLE.split():
-    setattr(Handle, f"__{_name}__", partialmethod(Handle._of_one, _name))
-
-
-class Names(dict[str, Any]):
-    """The global names of the tests: their own, Python's, then those that the program is asked
-    for.
+def serve(line: socket.socket) -> dict[str, Any]:
+    """Fork a supervisor for each connection that is handed over; return the job in the process of
+    the program alone.
     """
-
-    def __init__(self, line: IO[bytes]) -> None:
-        super().__init__(__name__="__main__")
-        self._line = line
-        self._handles: dict[int, Handle] = {}
-
-    def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):  # a program cannot put its own in the place of `abs`
-            raise KeyError(name)
-        return self.ask("variable", name)
-
-    def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
-        """Have the program do something, and return or raise what came of it."""
-        send(self._line, operation, *(encode(part, _number_of) for part in (arguments, named)))
-        error, *parts = receive(self._line)
-        if error is not None:
-            kind = getattr(builtins, error, None)
-            is_error = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if is_error else Exception)(*parts)
-        value, after = (decode(part, self._handle) for part in parts)
-        for argument, changed in zip(arguments, after):  # noqa: B905 - the program may lie
-            if isinstance(argument, (list, dict, set)) and argument != changed:
-                argument.clear()
-                (argument.extend if isinstance(argument, list) else argument.update)(changed)
-        return value
-
-    def _handle(self, number: int) -> Handle:
-        return self._handles.setdefault(number, Handle(self.ask, number))
-
-
-def _number_of(value: Any) -> int:
-    if type(value) is not Handle:
-        raise TypeError(f"tests cannot hand over a {type(value).__name__}")
-    number: int = value._number
-    return number
-
-
-def test(numbers: list[str]) -> None:
-    """Execute the tests on standard input against program.py in a process of its own."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # the program is not to read this memory
-    tests = sys.stdin.buffer.read().decode()
-    ours, theirs = socket.socketpair()
-    with theirs:
-        number = theirs.fileno()
-        numbers = [*numbers[:-1], str(os.getpid())]
-        words = [sys.executable, "-I", __file__, "serve", *numbers, str(number)]
-        nothing = subprocess.DEVNULL
-        subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[number])
-    confine()
-    names = Names(ours.makefile("rwb"))
-    names.ask("variable", "__name__")  # once the program has run to its end
-    exec(compile(tests, "tests", "exec"), names)
-    os._exit(PASSED)
-
-
-def serve(number: str) -> None:
-    """Execute program.py and do what the tests ask for."""
-    line, objects = socket.socket(fileno=int(number)).makefile("rwb"), {}
-    confine()
-    names = run_program()
-
-    def number_of(value: Any) -> int:
-        objects[id(value)] = value
-        return id(value)
-
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        operation, *parts = receive(line)
-        arguments, named = (decode(part, objects.__getitem__) for part in parts)
+        message, descriptors, _, _ = socket.recv_fds(line, 1, 1)
+        if not message:
+            _exit(0)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if job := supervise(socket.socket(fileno=descriptors[0])):
+                return job
+            _exit(0)
+        os.close(descriptors[0])
+
+
+def supervise(line: socket.socket) -> dict[str, Any] | None:
+    """Fork the process of a program, wait for its end, and send what came of it."""
+    job: dict[str, Any] = json.load(line.makefile("rb"))
+    libc.prctl(PR_SET_SUBREAPER, 1)  # what the program leaves running becomes a child of this one
+    given, output, errors = map(os.memfd_create, ("stdin", "stdout", "stderr"))
+    os.pwrite(given, job["stdin"].encode(errors="replace"), 0)
+    ours, theirs = socket.socketpair()
+    job["nonce"] = secrets.token_bytes(32)
+    if (pid := os.fork()) == 0:
+        confine(job, [given, output, errors, theirs.detach()])
+        return job
+    theirs.close()
+    poll, process = select.poll(), os.pidfd_open(pid)
+    poll.register(process, select.POLLIN)
+    poll.register(line, 0)  # nobody waits any more
+    has_ended = process in dict(poll.poll(job["timeout_s"] * 1000))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if has_ended else None
+    end_all(pid)
+    written = b""
+    with suppress(BlockingIOError, ConnectionError):
+        written = ours.recv(MAX_VERDICT_BYTES, socket.MSG_DONTWAIT)
+    lines = (line.partition(b" ") for line in written.split(b"\n"))
+    verdicts = [text for sign, _, text in lines if sign == signature(text, job["nonce"])]
+    shown = [os.pread(file, 4 * MAX_SHOWN, 0).decode(errors="replace") for file in (output, errors)]
+    reply = [code, *(text[:MAX_SHOWN] for text in shown), b"".join(verdicts[:1]).decode()]
+    with suppress(ConnectionError):
+        line.sendall(json.dumps(reply).encode())
+    return None
+
+
+def signature(text: bytes, nonce: bytes) -> bytes:
+    """Return what only the harness can write before a verdict, even if a program reads another."""
+    return blake2b(text, key=nonce).hexdigest().encode()
+
+
+def end_all(pid: int) -> None:
+    """Kill a process group and every descendant, wherever it went."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    with suppress(FileNotFoundError, ChildProcessError):  # a kernel without it; no child is left
+        while True:
+            for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def confine(job: dict[str, Any], descriptors: list[int]) -> None:
+    """Give up what a program must not have, for good: descriptors, resources, rights."""
+    supervisor = os.getppid()
+    os.setsid()
+    os.chdir(job["folder"])
+    for number, descriptor in zip((0, 1, 2, VERDICT), descriptors, strict=True):
+        os.dup2(descriptor, number)
+    os.closerange(3, VERDICT)
+    os.closerange(VERDICT + 1, 2**16)
+    os.environ |= {"HOME": job["folder"], "TMPDIR": job["folder"]}
+    # The tasks of another user's processes are not counted; those of the whole machine, which are
+    # at least the user's own, stand in loadavg.
+    is_root = os.getuid() == 0
+    tasks = 0 if is_root else int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
+    for kind, most in (
+        (resource.RLIMIT_CPU, int(job["timeout_s"] + 1)),
+        (resource.RLIMIT_AS, job["memory_mib"] * MIB),
+        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, MAX_FILES),
+        (resource.RLIMIT_NPROC, MAX_TASKS + tasks),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if is_root:
+        give_up_root()
+    restrict_files(job["folder"])
+    libc.prctl(PR_SET_DUMPABLE, 0)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        _exit(1)
+
+
+def give_up_root() -> None:
+    """Become a user without an account and without root's capabilities, except that to read files
+    where only root can read Python.
+    """
+    libc.prctl(PR_SET_KEEPCAPS, 1)
+    uid = FIRST_UID + os.getpid() % 4096
+    try:
+        os.chown(".", uid, uid)
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+    except OSError:  # in some containers root cannot
+        os.chown(".", os.getuid(), -1)
+    mask = 0 if os.access(os.__file__, os.R_OK) else 1 << CAP_DAC_READ_SEARCH
+    words = (mask, mask, mask, 0, 0, 0)  # effective, permitted, inheritable; the upper half
+    libc.capset(struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *words))
+    libc.prctl(PR_CAP_AMBIENT, 2, CAP_DAC_READ_SEARCH, 0, 0)  # for Pythons that it starts
+
+
+def restrict_files(folder: str) -> None:
+    """Have Landlock, where the kernel has it, allow reading Python and its libraries and writing
+    the folder alone; it also hides other processes, and from some version on TCP and signals.
+    """
+    version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+    if version < 1:
+        return
+    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    rules = struct.pack("QQQ", everything, 3 * (version >= 4), 3 * (version >= 6))
+    ruleset = libc.syscall(LANDLOCK_CREATE, rules, len(rules), 0)
+    readable = dict.fromkeys(
+        [*READABLE.split(), sys.prefix, sys.base_prefix, *sys.argv[2:]], MAY_READ
+    )
+    for path, rights in {**readable, "/dev/null": ON_A_FILE, folder: everything}.items():
+        with suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_PATH)
+            rights &= everything if os.path.isdir(path) else everything & ON_A_FILE
+            libc.syscall(LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
+            os.close(descriptor)
+    libc.syscall(LANDLOCK_RESTRICT, ruleset, 0)
+    os.close(ruleset)
+
+
+def run_program(job: dict[str, Any], module: ModuleType) -> None:
+    """Execute a program as a module."""
+    path = f"{job['name']}.py"
+    text = job["program"].encode(errors="replace").decode()
+    Path(path).write_text(text, "utf-8")  # for what shows the source
+    module.__file__ = path
+    sys.modules[module.__name__], sys.argv = module, [path]
+    exec(compile(text, path, "exec"), module.__dict__)
+
+
+def hide() -> None:
+    """Deny the program the common ways to the frames and objects of the tests."""
+    events, attributes = HIDDEN_EVENTS.split(), HIDDEN_NAMES.split()
+
+    def check(event: str, arguments: tuple[Any, ...]) -> None:
+        is_frame = event == "object.__getattr__" and arguments[1] in attributes
+        is_interpreter = event == "import" and arguments[0].endswith("interpreters")
+        if event in events or is_frame or is_interpreter:
+            raise HiddenError(f"{event} is not available in tests")
+
+    # What reads frames by itself goes on without.
+    traceback.walk_tb = traceback._walk_tb_with_full_positions = partial(dict.fromkeys, ())
+    BaseEventLoop.set_debug, BaseEventLoop._debug = staticmethod(partial(dict.fromkeys, ())), False
+    sys.addaudithook(check)
+
+
+def is_check(node: ast.AST) -> bool:
+    """Return True for a statement that checks something where it is executed to its end."""
+    match node:
+        case ast.Assert() | ast.If(body=[*_, ast.Raise()]) | ast.Try(body=[*_, ast.Raise()]):
+            return True
+        case ast.Try(body=[*_, last]):
+            return is_check(last)
+        case ast.Expr(ast.Call(func=ast.Name(name) | ast.Attribute(attr=name))):
+            return name.startswith(("assert", "fail"))
+        case ast.With(items=[ast.withitem(ast.Call(func=function))]):
+            return ast.unparse(function).rpartition(".")[2].startswith(("assert", "raises"))
+    return False
+
+
+def is_test(node: ast.AST) -> bool:
+    """Return True for a test function that does something."""
+    is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    calls = (isinstance(part, ast.Call) for part in ast.walk(node))
+    return is_function and node.name.startswith("test") and any(calls)
+
+
+def require_checks(tree: ast.Module) -> None:
+    """Raise ValueError if nothing that is executed checks anything, whatever the program is."""
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for statement in tree.body:
+        match statement:
+            case ast.If(test=ast.Compare(left=ast.Name("__name__"))):
+                continue  # for those who execute the file
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                if name.startswith("test") and statement.args.args and not statement.decorator_list:
+                    raise ValueError(f"{name} has arguments: fixtures are not supported")
+                if name not in named and not name.startswith("test"):
+                    continue
+        if any(is_check(node) or is_test(node) for node in ast.walk(statement)):
+            return
+    raise ValueError("they check nothing. Add assert statements or test functions")
+
+
+def parted(tree: ast.Module) -> tuple[CodeType, CodeType]:
+    """Return the code of the tests' imports, and of the rest with a count after each check."""
+    imports = [node for node in tree.body if is_import(node)]
+    rest = ast.Module([node for node in tree.body if node not in imports], [])
+    count = ast.Expr(ast.Call(ast.Name(COUNT, ast.Load()), [ast.Constant(1)], []))
+    for node in list(ast.walk(rest)):
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(block := getattr(node, name, None), list):
+                pairs = [(n, count) if is_check(n) else (n,) for n in block]
+                block[:] = [node for pair in pairs for node in pair]
+    parts = (ast.Module(imports, []), rest)
+    first, second = (compile(ast.fix_missing_locations(m), "tests", "exec") for m in parts)
+    return first, second
+
+
+def is_import(node: ast.stmt) -> bool:
+    """Return True for an import of anything but the program."""
+    if isinstance(node, ast.ImportFrom):
+        return not node.level and node.module not in ("__future__", "solution")
+    return isinstance(node, ast.Import) and "solution" not in {a.name for a in node.names}
+
+
+def load(job: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """Execute the program as the module `solution` and return its names."""
+    for name in [name for name in sys.modules if name.split(".")[0] in OF_TESTS]:
+        del sys.modules[name]  # the program gets a copy of its own
+    module, sys.modules["__main__"] = ModuleType("solution"), ModuleType("__main__")
+    vars(module).update(usual, __builtins__=vars(sys.modules["builtins"]))
+    run_program(job, module)
+    return {name: value for name, value in vars(module).items() if not name.startswith("__")}
+
+
+def execute(name: str, tests: Any, count: list[int]) -> None:
+    """Execute a function or class as pytest does, if it is one of tests."""
+    if not isinstance(tests, type):
+        for arguments in parameters(tests) if name.startswith("test") else ():
+            outcome = tests(**arguments)
+            if type(outcome) is CoroutineType:
+                run_coroutine(outcome)
+            elif type(outcome) is GeneratorType:
+                raise TypeError("a test that yields is not executed")
+            count.append(1)
+    elif "TestCase" in [kind.__name__ for kind in tests.__mro__]:
+        result = unittest.TestResult()
+        unittest.TestLoader().loadTestsFromTestCase(tests).run(result)
+        if not result.wasSuccessful():
+            raise AssertionError
+        count += [1] * (result.testsRun - len(result.skipped))
+    elif name.startswith("Test"):
+        for method in dir(tests):
+            if method.startswith("test"):
+                instance = tests()
+                getattr(instance, "setup_method", dict)()
+                execute(method, getattr(instance, method), count)
+                getattr(instance, "teardown_method", dict)()
+
+
+def parameters(function: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Return the arguments of every call of a test function, as pytest's marks have them."""
+    calls: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "skip" or (mark.name == "skipif" and mark.args[0]):
+            return []
+        if mark.name == "parametrize":
+            names, rows = [*mark.args, *mark.kwargs.values()][:2]
+            names = names.replace(",", " ").split() if isinstance(names, str) else names
+            rows = [
+                row.values if hasattr(row, "marks") else row if len(names) > 1 else [row]
+                for row in rows  # with marks: pytest.param(…)
+            ]
+            calls = [{**c, **dict(zip(names, row, strict=True))} for row in rows for c in calls]
+    return calls
+
+
+def test(job: dict[str, Any], usual: dict[str, Any]) -> None:
+    """Execute a program and its tests; write the number of checks that were executed, 0 if one did
+    not pass, and what is wrong with the tests themselves; end the process.
+    """
+    passed, problem = False, ""
+    count: list[int] = []
+    try:
+        own = sys.modules["builtins"] = ModuleType("builtins")  # the program's, and its tests'
+        vars(own).update(vars(builtins))
+        names = {"__name__": "tests", "__builtins__": dict(__builtins__), COUNT: count.append}
         try:
-            if operation == "variable":
-                value = names[arguments[0]]
-            else:
-                perform = getattr(operator, operation, getattr(builtins, operation, None))
-                value = perform(*arguments, **named)
-            reply = [None, encode(value, number_of), encode(arguments, number_of)]
-        except Exception as error:  # noqa: BLE001 - it is raised at the other end of the line
-            kinds = (kind.__name__ for kind in type(error).__mro__)
-            reply = [next(name for name in kinds if hasattr(builtins, name)), str(error)]
-        send(line, *reply)
+            require_checks(tree := ast.parse(job["tests"], "tests"))
+            imports, rest = parted(tree)
+            exec(imports, names)
+        except (ImportError, SyntaxError, ValueError) as error:  # theirs, whatever the program is
+            problem = str(error)
+            raise
+        taken = names.keys() | __builtins__.keys()
+        imported = [vars(module) for module in names.values() if type(module) is ModuleType]
+        before = [dict(module) for module in imported]
+        hide()
+        names |= {n: value for n, value in load(job, usual).items() if n not in taken}
+        for module, kept in zip(imported, before, strict=True):
+            module.update(kept)  # what the program has replaced in there
+        exec(rest, names)
+        for node in tree.body:
+            if isinstance(node, DEFINITIONS):
+                execute(node.name, names[node.name], count)
+        passed = all(vars(builtins)[name] is value for name, value in __builtins__.items())
+    finally:
+        number = len(count) if passed else 0
+        text = f"{number} {' '.join(problem.split())}".encode(errors="replace")
+        write(VERDICT, b"\n" + signature(text, job["nonce"]) + b" " + text + b"\n")
+        _exit(0)
 
 
-def main(mode: str, *words: str) -> None:
-    """Run one of the three processes."""
-    numbers = list(words[:4])
+def main(number: str, *readable: str) -> None:
+    """Serve; in the process of a program, execute it."""
+    sys.path += [path for path in readable if path.endswith("-packages")]
     sys.set_int_max_str_digits(0)
-    limit(numbers)
-    if mode == "run":
-        confine()
-        run_program()
-    elif mode == "test":
-        test(numbers)
-    else:
-        serve(words[4])
+    unittest.main = dict  # the tests are executed without it
+    libc.prctl(PR_SET_DUMPABLE, 0)
+    usual = usual_names()
+    gc.freeze()  # what is shared with a fork is not written to
+    line = socket.socket(fileno=int(number))
+    line.send(b"ready")
+    job = serve(line)
+    if job["tests"] is None:
+        run_program(job, ModuleType("__main__"))
+        return
+    start_new_thread(test, (job, usual))  # where no signal handler, which gets frames, can be set
+    pause()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 LEAVE_S = 2.0  # for the others to end by themselves
 
 
@@ -39,6 +39,12 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the line above
             sys.exit("the parent process is gone")
+
+
+def hide_memory() -> None:
+    """Keep other processes of this user from reading this one; no core is dumped either."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
 
 
 def limit_memory(num_bytes: int) -> None:

@@ -1,13 +1,11 @@
-"""Verifiable rewards: what is right, what is not, and programs that do not behave."""
+"""Verifiable rewards: what is right and what is not."""
 
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from openrlhf.rewards import math_grader
-from openrlhf.rewards.code_runner import passes_tests, run_python
 from openrlhf.rewards.math_grader import math_equal
 from openrlhf.rewards.text_checks import (
     code_block,
@@ -15,7 +13,6 @@ from openrlhf.rewards.text_checks import (
     tag_content,
 )
 from openrlhf.utils import extract_boxed_answer
-from tests.rewards.test_workers import ends
 
 # Answers and truths that are equal, and that are not.
 EQUAL = r"""
@@ -155,175 +152,3 @@ def test_the_last_block_of_code_is_taken_out() -> None:
     text = "```python\nx = 1\n```\nbetter:\n```\nx = 2\n```\n```bash\nls\n```"
     assert code_block(text) == "x = 2\n"
     assert code_block("no code") is None
-
-
-def test_a_program_passes_its_tests_or_does_not() -> None:
-    right = "def double(x):\n    return 2 * x\n"
-    tests = "assert double(2) == 4\nassert double(-1) == -2"
-    assert passes_tests(right, tests)
-    assert not passes_tests(right.replace("2 * x", "x + 2"), tests)
-    assert not passes_tests("def double(x:", tests)
-
-
-# Each is a wrong `double` and a way to look right all the same.
-CHEATS = {
-    "leave at once": "import os; os._exit(0)",
-    "look for the tests": """
-        import glob, os, re
-        def read(path):
-            try: return open(path, "rb").read(10**6)
-            except OSError: return b""
-        found = b"".join(map(read, glob.glob("../**", recursive=True) + [
-            f"/proc/{os.getppid()}/{name}" for name in ("environ", "cmdline", "fd/0", "maps")
-        ]))
-        table = dict(re.findall(rb"double\\((-?\\d+)\\) == (-?\\d+)", found))
-        def double(x): return int(table[str(x).encode()])
-    """,
-    "equal everything": """
-        class Any:
-            def __eq__(self, other): return True
-            __ne__ = __lt__ = __gt__ = __bool__ = __eq__
-            __sub__ = __abs__ = lambda self, *other: self
-        def double(x): return Any()
-    """,
-    "scribble on every descriptor": """
-        import os
-        for number in range(64):
-            try: os.write(number, b'[null, 4, {"tuple": []}]\\n' * 9 + b"all tests ran")
-            except OSError: pass
-        def double(x): return 0
-    """,
-    "attack the process of the tests": """
-        import os, signal
-        try: open(f"/proc/{os.getppid()}/mem", "r+b")
-        except OSError: os.kill(os.getppid(), signal.SIGKILL)
-        else: os.kill(os.getppid(), signal.SIGSTOP)
-        def double(x): return 0
-    """,
-}
-
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_a_wrong_program_cannot_pass_its_tests_by_a_trick(cheat: str) -> None:
-    tests = "assert double(2) == 4\nassert abs(double(-1) - -2) < 1\nassert double(5) in [10, 11]"
-    assert not passes_tests(textwrap.dedent(CHEATS[cheat]), tests)
-
-
-PROGRAM = """
-import collections, math
-from fractions import Fraction
-
-N, Pair = 3, collections.namedtuple("Pair", "a b")
-
-class TooSmall(ValueError): pass
-
-class Point:
-    def __init__(self, x, y=0): self.x, self.y = x, y
-    def __eq__(self, other): return isinstance(other, Point) and self.x == other.x
-    def __add__(self, other): return Point(self.x + other.x)
-    def __repr__(self): return f"Point({self.x})"
-
-class Stack:
-    def __init__(self): self.items = []
-    def push(self, x): self.items.append(x); return self
-    def __len__(self): return len(self.items)
-    def __contains__(self, x): return x in self.items
-    def __getitem__(self, index): return self.items[index]
-
-def count(text): return collections.Counter(text)
-def sort(a): a.sort()
-def numbers(n): yield from range(n)
-def check_size(x):
-    if x < 0: raise TooSmall(f"{x} is too small")
-def half(): return Fraction(1, 2)
-def values(): return [{1, 2}, (1, (2,)), b"x", None, math.inf, Pair(1, 2), {(1, 2): [3]}]
-"""
-HONEST_TESTS = """
-import math
-
-assert N == 3 and count("aab") == {"a": 2, "b": 1}
-a = [3, 1, 2]
-assert sort(a) is None and a == [1, 2, 3]
-assert list(numbers(3)) == [0, 1, 2] and [2 * n for n in numbers(2)] == [0, 2]
-assert values() == [{1, 2}, (1, (2,)), b"x", None, math.inf, (1, 2), {(1, 2): [3]}]
-try:
-    check_size(-1)
-    assert False
-except ValueError as caught:
-    assert str(caught) == "-1 is too small"
-assert str(half()) == "1/2"
-p = Point(1, y=2)
-p.x = 5
-assert p == Point(5) and p != Point(6) and p + p == Point(10) and (p.x, p.y) == (5, 2)
-assert isinstance(p, Point) and not isinstance(3, Point) and p != 5 and str(p) == "Point(5)"
-s = Stack()
-assert not s and s.push(1).push(2) is s
-assert len(s) == 2 and 2 in s and 3 not in s and list(s) == [1, 2]
-
-def check(candidate):
-    assert candidate([1]) is None
-check(sort)
-"""
-
-
-def test_tests_see_what_the_program_returns_raises_and_changes() -> None:
-    assert passes_tests(PROGRAM, HONEST_TESTS)
-    lines = [
-        "assert Point(1) == Point(2)",
-        "check_size(-1)",
-        "no_such_name",
-        "import sys; sys.exit(0)",
-    ]
-    assert [line for line in lines if passes_tests(PROGRAM, line)] == []
-
-
-def test_tests_see_arrays() -> None:
-    program = "import numpy\ndef array(): return numpy.arange(4).reshape(2, 2), numpy.int64(3)"
-    tests = "import numpy\na, n = array()\nassert numpy.allclose(a[1], [2, 3]) and n == 3"
-    assert passes_tests(program, tests, timeout_s=20, memory_mib=2048)
-
-
-def test_a_program_gets_its_input_and_nothing_of_this_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("CANARY", "secret")
-    result = run_python("import os\nprint(input(), os.environ.get('CANARY'), os.listdir())", "hi")
-    assert result.stdout == "hi None ['program.py']\n" and result.exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("program", "told"),
-    [
-        ("while True: pass", None),
-        ("import time; time.sleep(1000)", None),
-        ("x = bytearray(10**10)", "MemoryError"),
-        ("print('x' * 3 * 10**7)", "File too large"),
-        ("1/0", "ZeroDivisionError"),
-        ("print('\ud800')", ""),
-    ],
-)
-def test_programs_that_do_not_behave_are_stopped(program: str, told: str | None) -> None:
-    start = time.monotonic()
-    timeout_s = 1 if told is None else 30
-    result = run_python(program, timeout_s=timeout_s, memory_mib=256)
-    assert time.monotonic() - start < 60
-    assert len(result.stdout) <= 10_000
-    if told is None:
-        assert result.exit_code is None
-    else:
-        assert told in result.stderr
-        assert (result.exit_code == 0) == (program == "print('\ud800')")
-
-
-def test_what_a_program_leaves_running_is_ended() -> None:
-    program = """
-import os, time
-if os.fork() == 0:
-    open("pid", "w").write(str(os.getpid()))
-    time.sleep(1000)
-while not os.path.exists("pid") or not open("pid").read(): time.sleep(0.01)
-print(open("pid").read())
-"""
-    result = run_python(program)
-    assert result.exit_code == 0
-    assert ends(int(result.stdout))

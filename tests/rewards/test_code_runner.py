@@ -1,0 +1,305 @@
+"""Programs that a model wrote: their tests, and what they may not do."""
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from openrlhf.rewards.code_runner import passes_tests, run_python
+from tests.rewards.test_workers import ends
+
+RIGHT = "def double(x):\n    return 2 * x\n"
+WRONG = "def double(x):\n    return x + 2\n"  # right for 2
+FORMS = {
+    "asserts": "assert double(2) == 4\nassert double(-1) == -2",
+    "a check that is called": """
+def check(candidate):
+    assert candidate(x=-1) == -2
+check(double)
+""",
+    "test functions": """
+from solution import double
+
+def test_two():
+    assert double(2) == 4
+
+def test_three():
+    assert double(3) == 6
+""",
+    "a unittest class": """
+import unittest
+class Tests(unittest.TestCase):
+    def setUp(self): self.three = 3
+    def test_two(self): self.assertEqual(double(2), 4)
+    def test_three(self): self.assertEqual(double(self.three), 6)
+    @unittest.skip("later")
+    def test_ten(self): self.fail()
+if __name__ == "__main__":
+    unittest.main()
+""",
+    "unittest's main": """
+from unittest import TestCase, main
+class Tests(TestCase):
+    def test_three(self): self.assertEqual(double(3), 6)
+main()
+""",
+    "a plain class": """
+import solution
+class TestDouble:
+    def setup_method(self): self.three = 3
+    def test_three(self): assert solution.double(self.three) == 6
+""",
+    "parameters": """
+import pytest
+from solution import *
+
+@pytest.mark.parametrize("x,twice", [(2, 4), pytest.param(3, 6, id="three")])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_double(x, twice, sign):
+    assert double(sign * x) == sign * twice
+
+def test_others():
+    with pytest.raises(TypeError):
+        double()
+    assert double(0.15) == pytest.approx(0.3)
+""",
+    "coroutines": """
+import unittest
+async def test_double(): assert double(3) == 6
+class Tests(unittest.IsolatedAsyncioTestCase):
+    async def test_double(self): self.assertEqual(double(4), 8)
+""",
+    "statements": """
+if double(3) != 6:
+    raise ValueError
+""",
+    "NumPy": """
+import numpy as np
+np.testing.assert_allclose(double(np.arange(4)), [0, 2, 4, 6])
+""",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_right_program_passes_and_a_wrong_one_does_not(form):
+    assert passes_tests(RIGHT, FORMS[form], timeout_s=20)
+    for program in (WRONG, "def double(x:", "import no_such_module", ""):
+        assert not passes_tests(program, FORMS[form], timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "",
+        "double(2)",
+        "print(double(2))",
+        "def test_double(): pass",
+        "def check(candidate):\n    assert candidate(2) == 4",
+        "if __name__ == '__main__':\n    assert double(2) == 4",
+        "import unittest\nclass Tests(unittest.TestCase):\n    pass",
+    ],
+)
+def test_tests_that_check_nothing_are_an_error_of_the_data(tests):
+    with pytest.raises(ValueError, match=r"the tests .* cannot be used: they check nothing"):
+        passes_tests(WRONG, tests)
+
+
+def test_tests_that_cannot_be_executed_are_an_error_of_the_data():
+    with pytest.raises(ValueError, match="was never closed"):
+        passes_tests(RIGHT, "assert (")
+    with pytest.raises(ValueError, match="test_f has arguments: fixtures are not supported"):
+        passes_tests(RIGHT, "def test_f(tmp_path):\n    assert double(2) == 4")
+    with pytest.raises(ValueError, match="cannot be used: No module named 'no_such_module'"):
+        passes_tests(RIGHT, "import no_such_module\nassert double(2) == 4")
+
+
+def test_checks_that_a_program_keeps_from_being_executed_are_not_passed():
+    assert not passes_tests("def f(): return []", "for n in f():\n    assert n == 1")
+    assert not passes_tests(RIGHT, "def test_f():\n    yield\n    assert double(2) == 4")
+
+
+LEETCODE = """
+class Solution:
+    def twoSum(self, nums: List[int], target: int) -> Optional[List[int]]:
+        seen = defaultdict(int)
+        for i, n in enumerate(nums):
+            if target - n in seen:
+                return [seen[target - n], i]
+            seen[n] = i
+    def power(self, x): return pow(x, 2, 5) + floor(math.sqrt(4)) + inf * 0 if x is None else x
+"""
+
+
+def test_the_usual_imports_of_leetcode_are_there():
+    tests = "assert Solution().twoSum(nums=[3, 3], target=6) == [0, 1] and gcd(4, 6) == 2 < inf"
+    assert passes_tests(LEETCODE, tests)
+    assert passes_tests("from typing import *\nfrom math import *\nf = lambda: inf", "assert f()")
+
+
+PROGRAM = """
+import collections, dataclasses, enum, logging, traceback
+from fractions import Fraction
+
+class TooSmall(ValueError): pass
+
+class Point:
+    def __init__(self, x, y=0): self.x, self.y = x, y
+    def __eq__(self, other): return isinstance(other, Point) and self.x == other.x
+
+@dataclasses.dataclass
+class Pair: a: int = 1
+
+def sort(a, key=None): a.sort(key=key)
+def half(): return Fraction(1, 2)
+def check_size(x):
+    if x < 0: raise TooSmall(f"{x} is too small")
+def ask(): return input("name? ")
+def say(text): print(text)
+def careful():
+    try: check_size(-1)
+    except TooSmall: traceback.print_exc(); logging.exception("too small")
+    return collections.namedtuple("P", "a b")(1, 2).b + enum.Enum("E", "A B").B.value + Pair().a
+"""
+HONEST_TESTS = """
+import builtins, contextlib, io, sys
+from fractions import Fraction
+from unittest.mock import patch
+
+a = [3, 1, 2]
+assert sort(a) is None and a == [1, 2, 3]
+assert sort(a, key=lambda x: -x) is None and a == [3, 2, 1]
+assert half() == Fraction(1, 2) == 0.5 and Point(1, y=2) == Point(1) != 5
+try:
+    check_size(-1)
+    assert False
+except TooSmall as caught:
+    assert isinstance(caught, ValueError) and str(caught) == "-1 is too small"
+assert careful() == 5
+
+def test_what_is_printed():
+    with contextlib.redirect_stdout(io.StringIO()) as said: say(3)
+    assert said.getvalue() == "3\\n"
+    before, sys.stdout = sys.stdout, io.StringIO()
+    say(4)
+    assert sys.stdout.getvalue() == "4\\n"
+    sys.stdout = before
+
+@patch("builtins.print")
+def test_what_is_asked(mock):
+    with patch("builtins.input", return_value="Ada"): assert ask() == "Ada"
+    builtins.input = lambda prompt: prompt
+    assert ask() == "name? "
+    say(5)
+    mock.assert_called_with(5)
+"""
+
+
+def test_tests_use_the_program_as_any_module():
+    assert passes_tests(PROGRAM, HONEST_TESTS)
+    wrong = ["assert Point(1) == Point(2)", "check_size(-1)\nassert True", "assert no_such_name"]
+    wrong += ["import sys\nsys.exit(0)\nassert True", "assert ask() == 'Ada'"]
+    assert [tests for tests in wrong if passes_tests(PROGRAM, tests)] == []
+
+
+def test_the_main_block_of_a_tested_program_is_not_executed():
+    assert passes_tests(RIGHT + "if __name__ == '__main__':\n    exit(input())", FORMS["asserts"])
+
+
+def test_threads_test_programs_at_the_same_time():
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda p: passes_tests(p, FORMS["asserts"]), [RIGHT, WRONG] * 8))
+    assert results == [True, False] * 8
+
+
+def test_a_program_gets_its_input_and_nothing_of_this_environment(monkeypatch):
+    monkeypatch.setenv("CANARY", "secret")
+    result = run_python("import os\nprint(input(), os.environ.get('CANARY'), os.listdir())", "hi")
+    assert result.stdout == "hi None ['program.py']\n" and result.exit_code == 0
+    assert run_python("import sys; sys.exit(3)").exit_code == 3
+    assert run_python("import os; os.abort()").exit_code == -6
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("while True: pass", None),
+        ("import time; time.sleep(1000)", None),
+        ("x = bytearray(10**10)", "MemoryError"),
+        ("print('x' * 3 * 10**7)", "File too large"),
+        ("import os\nfor _ in range(10**4): os.fork() or os.pause()", ""),
+        ("1/0", "ZeroDivisionError"),
+        ("print('\ud800')", ""),
+    ],
+)
+def test_programs_that_do_not_behave_are_stopped(program, told):
+    start = time.monotonic()
+    timeout_s = 1 if told is None else 30
+    result = run_python(program, timeout_s=timeout_s, memory_mib=256)
+    assert time.monotonic() - start < 60
+    assert len(result.stdout) <= 10_000
+    if told is None:
+        assert result.exit_code is None
+    else:
+        assert told in result.stderr
+        assert (result.exit_code == 0) == (program == "print('\ud800')")
+
+
+LEAVES = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.setsid()
+        open("pid", "w").write(str(os.getpid()))
+        time.sleep(1000)
+    os._exit(0)
+while not os.path.exists("pid") or not open("pid").read(): time.sleep(0.01)
+print(open("pid").read())
+"""
+
+
+def test_what_a_program_leaves_running_is_ended_wherever_it_went():
+    result = run_python(LEAVES)
+    assert result.exit_code == 0
+    assert ends(int(result.stdout))
+
+
+def test_a_folder_without_rights_is_removed():
+    program = """
+import os
+import subprocess
+import sys
+os.makedirs("a/b")
+open("a/b/c", "w").close()
+os.chmod("a/b", 0)
+os.chmod("a", 0)
+print(os.getcwd())
+"""
+    result = run_python(program)
+    assert result.exit_code == 0 and not os.path.exists(result.stdout.strip())
+
+
+def test_a_hundred_small_programs_are_tested_within_seconds():
+    passes_tests(RIGHT, FORMS["asserts"])  # the first starts the server
+    start = time.monotonic()
+    assert all(passes_tests(RIGHT, FORMS["asserts"]) for _ in range(100))
+    assert time.monotonic() - start < 30  # 1.5 s on two idle cores
+
+
+def test_programs_end_with_the_process_that_runs_them(tmp_path):
+    program = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)"
+    words = (
+        f"from openrlhf.rewards.code_runner import run_python as r; r({program!r}, timeout_s=99)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    caller = subprocess.Popen([sys.executable, "-c", words], env=environment)
+    pids: list[int] = []
+    while not pids:
+        time.sleep(0.01)
+        pids = [int(path.read_text() or 0) for path in tmp_path.glob("*/pid")]
+    caller.kill()
+    caller.wait()
+    assert ends(pids[0])
