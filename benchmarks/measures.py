@@ -147,7 +147,7 @@ def bare_loop(work: w.Workload) -> Callable[[], object]:
 
 def _policy(work: w.Workload, folder: Path, *, zero_stage: int = 2) -> object:
     from openrlhf.config.ppo import PPOConfig
-    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+    from openrlhf.trainer.workers.policy import PolicyModelActor
 
     max_tokens = MAX_TOKENS_PER_GPU.get(work.max_new_tokens, 2048)
     config = PPOConfig.model_validate(

@@ -56,7 +56,6 @@ HOMES = {
     "openrlhf.serving": {"torch", "transformers"},
     "openrlhf.serving.reward_server": {"torch", "fastapi", "pydantic", "starlette", "uvicorn"},
     "openrlhf.trainer.ppo_utils": {"torch", "numpy"},
-    "openrlhf.trainer.ppo_trainer": {"torch", "ray"},
     "openrlhf.trainer.ray": {"torch", "ray", "psutil"},
     "openrlhf.cli": set(),
     "openrlhf.api": set(),
@@ -70,20 +69,24 @@ def package_of(name: str) -> str:
 
 
 def trainer_part(name: str) -> str:
-    """Which part of layer 6 a module is: check, supervised, ppo_trainer, ray or ppo_utils."""
+    """Which part of layer 6 a module is: a key of PARTS_BELOW."""
     part = name.split(".")[2] if name.count(".") >= 2 else ""
     if part.split("_")[0] == "check":
         return "check"
-    if part in ("ray", "ppo_utils"):
+    if part in ("ray", "ppo_utils", "workers"):
         return part
+    if part in ("local_cluster", "device_phases"):
+        return "cluster"
     return "ppo_trainer" if part.startswith("ppo_") else "supervised"
 
 
 PARTS_BELOW = {
-    "check": {"check", "supervised", "ppo_trainer", "ray", "ppo_utils"},
+    "check": {"check", "supervised", "ppo_trainer", "cluster", "ray", "workers", "ppo_utils"},
     "supervised": {"supervised"},
-    "ppo_trainer": {"ppo_trainer", "ray", "ppo_utils"},
-    "ray": {"ray", "ppo_utils"},
+    "ppo_trainer": {"ppo_trainer", "cluster", "ray", "workers", "ppo_utils"},
+    "ray": {"ray", "cluster", "workers", "ppo_utils"},
+    "cluster": {"cluster", "workers", "ppo_utils"},
+    "workers": {"workers", "ppo_utils"},
     "ppo_utils": {"ppo_utils"},
 }
 

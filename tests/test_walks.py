@@ -30,10 +30,10 @@ WALKS = {
     "a parameter from the optimizer to the engine that serves it": (
         7,
         [
-            "trainer/ray/ppo_actor.py:broadcast_to_vllm",
+            "trainer/workers/policy.py:broadcast_to_vllm",
             "distributed/weights.py:stored_parameters",
-            "trainer/ray/weight_sync.py:send",
-            "trainer/ray/weight_sync.py:buckets",
+            "trainer/workers/weight_sync.py:send",
+            "trainer/workers/weight_sync.py:buckets",
             "trainer/ray/vllm_engine.py:receive_bucket",
             "engines/vllm_engine.py:receive_bucket",
             "engines/weight_receiver.py:update_weights",

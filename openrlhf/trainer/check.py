@@ -47,6 +47,7 @@ from openrlhf.trainer.check_memory import (
     share_of,
 )
 from openrlhf.trainer.check_rows import say_rows, try_rewards
+from openrlhf.trainer.local_cluster import MAX_NUM_SEQS, Cluster, local_demands
 from openrlhf.trainer.ppo_evaluate import evaluated_runs
 from openrlhf.trainer.ppo_run import banner_sections, worker_classes
 from openrlhf.trainer.ppo_setup import (
@@ -55,9 +56,7 @@ from openrlhf.trainer.ppo_setup import (
     gather_inputs,
     named_models,
 )
-from openrlhf.trainer.ray.cluster import MAX_NUM_SEQS, Cluster, local_demands
-from openrlhf.trainer.ray.launcher import find_cluster, ray_session
-from openrlhf.trainer.ray.placement import (
+from openrlhf.trainer.ppo_utils.demands import (
     TRAINED_ROLES,
     ClusterView,
     RoleDemand,
@@ -65,7 +64,6 @@ from openrlhf.trainer.ray.placement import (
     demand_table,
     reward_roles,
     role_demands,
-    view_cluster,
 )
 from openrlhf.trainer.supervised_run import Recipe
 from openrlhf.utils.gpus import visible_gpus
@@ -227,6 +225,9 @@ def _view_of_run() -> ClusterView:
     """Return the devices of the cluster that a run would join, or of this machine, on which it
     would start its own.
     """
+    from openrlhf.trainer.ray.launcher import find_cluster, ray_session  # noqa: PLC0415 - only here
+    from openrlhf.trainer.ray.placement import view_cluster  # noqa: PLC0415 - as above
+
     asked = os.environ.get("RAY_ADDRESS")
     if asked != "local" and find_cluster(asked) is not None:
         with ray_session():

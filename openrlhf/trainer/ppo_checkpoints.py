@@ -19,12 +19,12 @@ from openrlhf.distributed.folders import HOLDER
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.rollout.rollout_queue import RolloutQueue, write_groups
 from openrlhf.rollout.step_sampler import StepSampler
+from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_setup import RunInputs
+from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.cluster import DevicePhases
-from openrlhf.trainer.ray.model_actor import TrainedWorker
-from openrlhf.trainer.ray.placement import TRAINED_ROLES
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from openrlhf.trainer.workers.model_worker import TrainedWorker
+from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils.logging import Values, notice, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.outcome import noteworthy

@@ -18,11 +18,11 @@ import torch
 
 from openrlhf.distributed.folders import write_json
 from openrlhf.errors import CheckpointError, NumericsError
+from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_updates import StepFacts
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.cluster import DevicePhases
-from openrlhf.trainer.ray.model_actor import TrainedWorker
+from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout, fields_of

@@ -25,7 +25,8 @@ from openrlhf.report.run_folder import CONFIG_FILE
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
-from openrlhf.trainer.ppo_run import rollouts_of, worker_classes
+from openrlhf.trainer.device_phases import DevicePhases
+from openrlhf.trainer.ppo_run import opener, rollouts_of, worker_classes
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
     named_models,
@@ -33,15 +34,14 @@ from openrlhf.trainer.ppo_setup import (
     prepare_inputs,
     say_dropped,
 )
+from openrlhf.trainer.ppo_utils.demands import reward_roles
 from openrlhf.trainer.ppo_utils.evaluation import (
     Estimate,
     estimates_of,
     evaluation_metrics,
     results_table,
 )
-from openrlhf.trainer.ray.cluster import DevicePhases, local_cluster, ray_cluster
-from openrlhf.trainer.ray.model_actor import ModelWorker
-from openrlhf.trainer.ray.placement import reward_roles
+from openrlhf.trainer.workers.model_worker import ModelWorker
 from openrlhf.utils.logging import Values, notice, redirect_framework_logs
 from openrlhf.utils.progress import progress
 from openrlhf.utils.samples import show_samples
@@ -193,7 +193,7 @@ def _samples(config: EvaluateConfig, inputs: RunInputs) -> SampleBatch:
         check_here(config.ds, trains=False)
     say_padded(config, named_models(config))
     rewards, run_dir = reward_roles(config), str(inputs.run_dir.resolve())
-    open_cluster = ray_cluster if config.is_on_ray else local_cluster
+    open_cluster = opener(on_ray=config.is_on_ray)
     with open_cluster(config, worker_classes(config), run_dir=run_dir, resume_step=0) as cluster:
         for role, group in cluster.groups.items():
             with progress(f"loading {role}"):

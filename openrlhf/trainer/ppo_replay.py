@@ -21,6 +21,8 @@ from openrlhf.datasets.command_data import PRETRAIN, ppo_data
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.distributed.folders import read_json
 from openrlhf.errors import ConfigError, Gathered, NumericsError
+from openrlhf.trainer.device_phases import DevicePhases
+from openrlhf.trainer.local_cluster import local_cluster
 from openrlhf.trainer.ppo_dumps import DUMPS, FACTS, SAMPLES
 from openrlhf.trainer.ppo_run import forwards_of, init_models, worker_classes
 from openrlhf.trainer.ppo_updates import StepFacts, trained_roles, update_model
@@ -28,8 +30,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience, reward_kl
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, seen_column
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup
-from openrlhf.trainer.ray.cluster import DevicePhases, local_cluster
-from openrlhf.trainer.ray.model_actor import TrainedWorker
+from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.logging import notice, redirect_framework_logs, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout

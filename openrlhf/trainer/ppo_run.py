@@ -24,6 +24,8 @@ from openrlhf.rollout.agents.episodes import agent_rollouts, agent_setup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
+from openrlhf.trainer.device_phases import DevicePhases
+from openrlhf.trainer.local_cluster import Cluster, local_cluster
 from openrlhf.trainer.ppo_checkpoints import RunState, is_at_end, open_run
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
@@ -33,18 +35,17 @@ from openrlhf.trainer.ppo_setup import (
 )
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
+from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, pools_of, reward_roles
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup, start_forward
-from openrlhf.trainer.ray.cluster import Cluster, DevicePhases, local_cluster, ray_cluster
-from openrlhf.trainer.ray.model_actor import ModelWorker, TrainedWorker
-from openrlhf.trainer.ray.placement import TRAINED_ROLES, pools_of, reward_roles
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from openrlhf.trainer.ray.scorers import (
+from openrlhf.trainer.workers.critic_and_frozen import (
     CriticModelActor,
     FrozenPolicyActor,
     ReferenceModelActor,
     RewardModelActor,
 )
+from openrlhf.trainer.workers.model_worker import ModelWorker, TrainedWorker
+from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import format_count, print_banner, redirect_framework_logs
 from openrlhf.utils.outcome import say_saved
@@ -69,7 +70,7 @@ def run_ppo_ray(
     inputs = prepare_inputs(
         config, has_engines=config.vllm.num_engines != 0, reward_source=reward_source
     )
-    _open_and_run(config, inputs, ray_cluster, make_trainer)
+    _open_and_run(config, inputs, opener(on_ray=True), make_trainer)
 
 
 def run_ppo_local(
@@ -84,7 +85,16 @@ def run_ppo_local(
     inputs = prepare_inputs(
         config, has_engines=bool(config.vllm.num_engines), reward_source=reward_source
     )
-    _open_and_run(config, inputs, local_cluster, make_trainer)
+    _open_and_run(config, inputs, opener(on_ray=False), make_trainer)
+
+
+def opener(*, on_ray: bool) -> OpenCluster:
+    """Return what opens the cluster of a run: on Ray, or in this process, which needs no Ray."""
+    if not on_ray:
+        return local_cluster
+    from openrlhf.trainer.ray.cluster import ray_cluster  # noqa: PLC0415 - see above
+
+    return ray_cluster
 
 
 def _open_and_run(

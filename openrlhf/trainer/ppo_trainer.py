@@ -18,6 +18,7 @@ from openrlhf.errors import EngineError, RewardError
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
+from openrlhf.trainer.local_cluster import Cluster
 from openrlhf.trainer.ppo_checkpoints import RunState
 from openrlhf.trainer.ppo_dumps import DUMPS, StepDump
 from openrlhf.trainer.ppo_setup import RunInputs, say_dropped
@@ -27,8 +28,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
 from openrlhf.trainer.ppo_utils.replay_buffer import seen_column
 from openrlhf.trainer.ppo_utils.worker_group import Forward
-from openrlhf.trainer.ray.cluster import Cluster
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.logging import (

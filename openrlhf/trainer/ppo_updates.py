@@ -13,7 +13,7 @@ from openrlhf.trainer.ppo_utils.replay_buffer import (
     update_shares,
 )
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.model_actor import TrainedWorker
+from openrlhf.trainer.workers.model_worker import TrainedWorker
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Progress bars of this process: rich's, drawn on a terminal only, and only for work that lasts."""
+"""Progress of this process and of others. Bars are rich's, drawn on a terminal only, and only for
+work that lasts.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import rich.console
 import rich.progress
@@ -17,6 +19,15 @@ ItemT = TypeVar("ItemT")
 # (num_done=1, total=None, completed=None): count more items, correct how many there are, or say how
 # many are done.
 Advance = Callable[..., None]
+
+
+class Health(NamedTuple):
+    """The progress of a process."""
+
+    work: str | None  # what goes on step by step; None: nothing of that kind
+    num_done: int  # micro-batches of this work, or steps of an engine since its start
+    total: int | None  # micro-batches of this work
+    pid: int
 
 
 class _Bars(rich.progress.Progress):

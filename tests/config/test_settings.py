@@ -35,7 +35,7 @@ from openrlhf.config.supervised import (
 )
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_setup import planned_updates
-from openrlhf.trainer.ray.placement import ClusterView, role_demands
+from openrlhf.trainer.ppo_utils.demands import ClusterView, role_demands
 
 SETTINGS = Path(__file__).with_name("settings.txt")
 COMMANDS: dict[str, type[CommandConfig]] = {

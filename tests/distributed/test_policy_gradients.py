@@ -17,9 +17,9 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
-from openrlhf.trainer.ray.model_actor import ModelWorker
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from openrlhf.trainer.ray.scorers import CriticModelActor
+from openrlhf.trainer.workers.critic_and_frozen import CriticModelActor
+from openrlhf.trainer.workers.model_worker import ModelWorker
+from openrlhf.trainer.workers.policy import PolicyModelActor
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_train_engine import full_gradients
 from tests.helpers.updates import planned_shares

@@ -16,7 +16,7 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.trainer.ray.weight_sync import WeightTransport
+from openrlhf.trainer.workers.weight_sync import WeightTransport
 
 PROMPT = tuple(range(20, 60))
 

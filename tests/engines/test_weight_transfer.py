@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from openrlhf.engines.weight_transfer import BucketReader, join_broadcasts
-from openrlhf.trainer.ray.weight_sync import WeightTransport
+from openrlhf.trainer.workers.weight_sync import WeightTransport
 from openrlhf.utils.tensors import fingerprint
 from tests.gpu.engines import endpoint
 

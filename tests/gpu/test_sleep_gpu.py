@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.trainer.ray.cluster import DevicePhases
-from openrlhf.trainer.ray.weight_sync import WeightTransport
+from openrlhf.trainer.device_phases import DevicePhases
+from openrlhf.trainer.workers.weight_sync import WeightTransport
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
 from tests.gpu.engines import DEVICES, RemoteEngine, endpoint
 from tests.tiny import make_model

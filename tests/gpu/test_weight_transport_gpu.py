@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from openrlhf.trainer.ray.weight_sync import WeightTransport
+from openrlhf.trainer.workers.weight_sync import WeightTransport
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
 from tests.gpu.engines import RemoteEngine, endpoint
 from tests.tiny import make_model

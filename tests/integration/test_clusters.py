@@ -158,7 +158,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
+from openrlhf.trainer.ppo_utils.demands import RoleDemand
+from openrlhf.trainer.ray.placement import place, view_cluster
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 cluster = view_cluster()

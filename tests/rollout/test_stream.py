@@ -16,11 +16,12 @@ from openrlhf.rollout import engine_pool
 from openrlhf.rollout.engine_pool import BatchSampler
 from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
+from openrlhf.trainer.device_phases import DevicePhases
+from openrlhf.trainer.ppo_utils.demands import RoleDemand
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
-from openrlhf.trainer.ray.cluster import DevicePhases
-from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
+from openrlhf.trainer.ray.placement import place, view_cluster
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
-from openrlhf.trainer.ray.weight_sync import WeightTransport
+from openrlhf.trainer.workers.weight_sync import WeightTransport
 from openrlhf.utils.rollout import Rollout
 from tests.engines.helpers import load, shake, weights
 from tests.rollout.agent_fakes import prompts

@@ -20,13 +20,13 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rollout.rollout import RolloutRequest, Rollouts, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
+from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_checkpoints import RunState
 from openrlhf.trainer.ppo_setup import planned_updates
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult
-from openrlhf.trainer.ray.cluster import DevicePhases
-from openrlhf.trainer.ray.model_actor import TrainedWorker
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from openrlhf.trainer.workers.model_worker import TrainedWorker
+from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import PromptRecord
 from openrlhf.utils.tracking import Tracker, read_metrics

@@ -15,8 +15,8 @@ from openrlhf.errors import Gathered
 from openrlhf.trainer import check as check_module
 from openrlhf.trainer import check_rows
 from openrlhf.trainer.check import Plan, _rl_models
+from openrlhf.trainer.local_cluster import local_demands
 from openrlhf.trainer.ppo_run import worker_classes
-from openrlhf.trainer.ray.cluster import local_demands
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 REWARD = """

@@ -24,11 +24,11 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import StepSampler
+from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_checkpoints import RunState
 from openrlhf.trainer.ppo_setup import pass_rate
-from openrlhf.trainer.ray.cluster import DevicePhases
-from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.supervised_run import Checkpointer
+from openrlhf.trainer.workers.model_worker import TrainedWorker
 from tests.distributed.spawn import run_ranks
 from tests.trainer.small_run import (
     FACTS,

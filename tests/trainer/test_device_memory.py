@@ -18,12 +18,12 @@ from torch import nn
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.trainer.local_cluster import Cluster
 from openrlhf.trainer.ppo_checkpoints import open_run
 from openrlhf.trainer.ppo_run import _run, worker_classes
 from openrlhf.trainer.ppo_setup import prepare_inputs
 from openrlhf.trainer.ppo_trainer import PPOTrainer
-from openrlhf.trainer.ray.cluster import Cluster
-from openrlhf.trainer.ray.placement import TRAINED_ROLES, RoleDemand
+from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, RoleDemand
 from tests.engines.receiving import ReceivingModel
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
@@ -118,7 +118,8 @@ class Group:
 
         def work() -> list[Any]:
             self.run.at_work = self.role
-            answer = self.worker.run(method.__name__, *shares[0])
+            [share] = shares
+            answer = self.worker.run(method.__name__, *share)
             self.run.at_work = None
             self.run.events.append((self.role, "done"))
             return [answer]

@@ -10,9 +10,8 @@ import pytest
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ray import placement
-from openrlhf.trainer.ray.cluster import DevicePhases
-from openrlhf.trainer.ray.placement import (
+from openrlhf.trainer.device_phases import DevicePhases
+from openrlhf.trainer.ppo_utils.demands import (
     ClusterView,
     RoleDemand,
     check_demand,
@@ -20,6 +19,7 @@ from openrlhf.trainer.ray.placement import (
     pool_sizes,
     role_demands,
 )
+from openrlhf.trainer.ray import placement
 from tests.config.test_commands import CHEAT_SHEET, GRPO, README_PPO
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)

@@ -27,9 +27,9 @@ from openrlhf.trainer.ppo_utils.replay_buffer import (
     mix_texts,
     seen_column,
 )
-from openrlhf.trainer.ray import ppo_actor
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor, correction_of
-from openrlhf.trainer.ray.scorers import RewardModelActor
+from openrlhf.trainer.workers import policy as ppo_actor
+from openrlhf.trainer.workers.critic_and_frozen import RewardModelActor
+from openrlhf.trainer.workers.policy import PolicyModelActor, correction_of
 from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout

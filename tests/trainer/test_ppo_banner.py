@@ -9,7 +9,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_run import banner_sections
 from openrlhf.trainer.ppo_setup import planned_updates
-from openrlhf.trainer.ray.placement import ClusterView, role_demands
+from openrlhf.trainer.ppo_utils.demands import ClusterView, role_demands
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
 NODE = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)

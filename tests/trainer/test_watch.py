@@ -3,8 +3,8 @@
 import pytest
 
 from openrlhf.trainer.ray import watch
-from openrlhf.trainer.ray.launcher import Health
 from openrlhf.trainer.ray.watch import Watch, Watched
+from openrlhf.utils.progress import Health
 
 
 def watched(who: str = "actor rank 0", deadline_s: float = 600.0) -> Watched:

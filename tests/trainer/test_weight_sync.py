@@ -13,8 +13,8 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import NamedTensors, WeightBucket
 from openrlhf.engines.weight_transfer import BucketReader, HostMemory, join_broadcasts
 from openrlhf.errors import WeightSyncError
-from openrlhf.trainer.ray import weight_sync
-from openrlhf.trainer.ray.weight_sync import WeightTransport, weight_route
+from openrlhf.trainer.workers import weight_sync
+from openrlhf.trainer.workers.weight_sync import WeightTransport, weight_route
 from openrlhf.utils.tensors import fingerprint
 from tests.gpu.engines import endpoint
 

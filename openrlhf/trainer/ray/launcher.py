@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import ray
@@ -24,21 +24,13 @@ from openrlhf.utils import stopping
 from openrlhf.utils.gpus import VISIBLE, check_torch_uses
 from openrlhf.utils.logging import warn
 from openrlhf.utils.processes import ending_after_this_process
+from openrlhf.utils.progress import Health
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us
 CONNECT_TIMEOUT_S = 10.0  # for a cluster that is said to be there
 CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate, update, export
 HEALTH_GROUP = "health"  # calls that run while the actor is at work
-
-
-class Health(NamedTuple):
-    """The progress of a process."""
-
-    work: str | None  # what goes on step by step; None: nothing of that kind
-    num_done: int  # micro-batches of this work, or steps of an engine since its start
-    total: int | None  # micro-batches of this work
-    pid: int
 
 
 @contextmanager
@@ -161,6 +153,31 @@ def own_gpu() -> int:
     return visible.split(",").index(own[0]) if visible else int(own[0])
 
 
+class RankActor:
+    """A rank of a model in a process of its own, under the calls of its group."""
+
+    def __init__(self, worker_class: type, *args: object) -> None:
+        self.worker = worker_class(*args)
+        self.worker.address = node_address()
+
+    def endpoint(self) -> tuple[str, int]:
+        """Return an address and a free port for the group's rendezvous (asked of rank 0)."""
+        return self.worker.endpoint()  # type: ignore[no-any-return]
+
+    def join(self, host: str, port: int) -> str:
+        """Set up the rank; every rank must call it. Return the address of its node."""
+        self.worker.join(host, port, local_rank=own_gpu())
+        return str(self.worker.address)
+
+    def run(self, method: str, *args: object) -> Any:
+        """Call a method of the worker."""
+        return self.worker.run(method, *args)
+
+    def health(self) -> Health:
+        """Return how far the rank is; may be called while it works."""
+        return self.worker.health()  # type: ignore[no-any-return]
+
+
 def start_actor(worker_class: type, args: tuple[object, ...], options: dict[str, Any]) -> Any:
     """Start a plain class as a Ray actor with these options; return the handle."""
     actor = ray.remote(concurrency_groups={HEALTH_GROUP: 1})(worker_class)
@@ -204,13 +221,13 @@ class RayActorGroup(WorkerGroup):
         self.num_shares = len(slots) // self.ranks_per_share
         self.nodes: list[str] = []  # address of every rank's node; empty until all have joined
         self.handles = [
-            start_actor(worker_class, (config, role, run_dir, rank, len(slots)), slot)
+            start_actor(RankActor, (worker_class, config, role, run_dir, rank, len(slots)), slot)
             for rank, slot in enumerate(slots)
         ]
 
     def join(self) -> None:
         """Wait until all ranks are up and have met."""
-        endpoint = get(self.handles[0].master_endpoint.remote(), self.who(0), CALL_TIMEOUT_S)
+        endpoint = get(self.handles[0].endpoint.remote(), self.who(0), CALL_TIMEOUT_S)
         self.nodes = self._wait([handle.join.remote(*endpoint) for handle in self.handles])
 
     def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:

@@ -1,11 +1,8 @@
-"""Placement of every role: its ranks, their placement groups, and a table of need and have when the
-cluster has no room.
-"""
+"""Placement of every role: its ranks and their placement groups."""
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -17,11 +14,15 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
+from openrlhf.trainer.ppo_utils.demands import (
+    ClusterView,
+    RoleDemand,
+    check_demand,
+    demand_table,
+    pool_sizes,
+)
 
-COLOCATED_POOL = "shared by all"
-TRAINED_ROLES = ("actor", "critic")
 # On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
 CPU_SHARE_OF_A_RANK = 0.01
 COLOCATED_SHARE = 0.2  # of a GPU, for each of the models that share it; less for more than five
@@ -47,30 +48,6 @@ IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "KMP_BL
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-@dataclass(frozen=True)
-class RoleDemand:
-    """The demand of one role; roles with the same `pool` share bundles."""
-
-    role: str
-    num_ranks: int
-    pool: str
-    bundles_per_rank: int = 1  # tensor-parallel engines take several devices
-
-
-@dataclass(frozen=True)
-class ClusterView:
-    """The devices of the cluster."""
-
-    num_gpus: int
-    num_cpus: int
-    max_gpus_per_node: int
-
-    @property
-    def has_gpus(self) -> bool:
-        """Return True if ranks get GPUs."""
-        return self.num_gpus > 0
-
-
 def view_cluster() -> ClusterView:
     """Return the total resources of the connected cluster."""
     total = ray.cluster_resources()
@@ -80,118 +57,6 @@ def view_cluster() -> ClusterView:
         num_cpus=int(total.get("CPU", 0)),
         max_gpus_per_node=max(per_node, default=0),
     )
-
-
-def reward_roles(config: PPOConfig) -> dict[str, str]:
-    """Return role and path of each local reward model: "reward", or "reward1" and on of several."""
-    paths = config.reward.model_paths
-    if len(paths) == 1:
-        return {"reward": paths[0]}
-    return {f"reward{k}": path for k, path in enumerate(paths, start=1)}
-
-
-def role_demands(config: PPOConfig, cluster: ClusterView) -> list[RoleDemand]:
-    """Return the demand of every role, engines last: as many ranks as asked for, else all GPUs of a
-    node, else one CPU rank.
-
-    A frozen model that nobody gave a number takes fewer where the others leave fewer.
-    """
-    ds = config.ds
-    per_node = cluster.max_gpus_per_node if cluster.has_gpus else ds.ranks_per_share
-    sections = {"actor": config.actor} if config.has_policy_ranks else {}
-    if config.has_reference:
-        sections["ref"] = config.ref
-    sections |= dict.fromkeys(reward_roles(config), config.reward)
-    if config.has_critic:
-        sections["critic"] = config.critic
-    ranks = {
-        role: section.num_nodes * (section.num_gpus_per_node or per_node)
-        for role, section in sections.items()
-    }
-    if config.train.colocate_all:
-        ranks = dict.fromkeys(ranks, ranks["actor"])
-    num_engines = config.vllm.num_engines
-    if num_engines is None:
-        tp = config.vllm.tensor_parallel_size
-        num_engines = max(ranks["actor"] // tp, 1) if cluster.has_gpus else 1
-    unset = [
-        role
-        for role, section in sections.items()
-        if role not in TRAINED_ROLES and section.num_gpus_per_node is None
-    ]
-    pools = pools_of(config, ranks)
-    demands = [RoleDemand(role, ranks[role], pools[role]) for role in ranks]
-    if num_engines:
-        pool = COLOCATED_POOL if config.engines_share_devices else "vllm"
-        demands.append(RoleDemand("vllm", num_engines, pool, config.vllm.tensor_parallel_size))
-    fitting = _ranks_that_fit(demands, unset, cluster, ds.ranks_per_share)
-    demands = [replace(d, num_ranks=fitting.get(d.role, d.num_ranks)) for d in demands]
-    for role, count in ((d.role, d.num_ranks) for d in demands if d.role != "vllm"):
-        if count % ds.ranks_per_share:
-            raise ConfigError(
-                f"{role}: {count} rank(s) cannot be divided by --ring_attn_size "
-                f"{ds.ring_attn_size} x --ds_tensor_parallel_size {ds.tensor_parallel_size}. Type "
-                f"--{role.rstrip('0123456789')}_num_gpus_per_node {ds.ranks_per_share}."
-            )
-    return demands
-
-
-def _ranks_that_fit(
-    demands: Sequence[RoleDemand], unset: Sequence[str], cluster: ClusterView, ranks_per_share: int
-) -> dict[str, int]:
-    """Return fewer ranks for frozen models of unset size that have a place of their own: what the
-    others leave, in equal shares. Empty when all fit as they are, or when that would not help.
-    """
-    sizes = pool_sizes(demands)
-    own = {d.role: d.num_ranks for d in demands if d.role in unset and d.pool == d.role}
-    num_left = cluster.num_gpus - sum(size for pool, size in sizes.items() if pool not in own)
-    if sum(sizes.values()) <= cluster.num_gpus or not own or num_left < len(own):
-        return {}
-    num_each = num_left // len(own) // ranks_per_share * ranks_per_share
-    return {role: min(num_ranks, num_each) for role, num_ranks in own.items()} if num_each else {}
-
-
-def pools_of(config: PPOConfig, roles: Iterable[str]) -> dict[str, str]:
-    """Return the pool of every role's devices: roles of one pool share them."""
-    train = config.train
-    pools = {role: role for role in roles}
-    if train.colocate_actor_ref and "ref" in pools:
-        pools["ref"] = "actor"
-    if train.colocate_critic_reward and "critic" in pools:
-        pools |= dict.fromkeys(reward_roles(config), "critic")
-    if train.colocate_all:
-        pools = dict.fromkeys(pools, COLOCATED_POOL)
-    return pools
-
-
-def pool_sizes(demands: Sequence[RoleDemand]) -> dict[str, int]:
-    """Return the bundles of every pool: the largest of the roles that share it."""
-    sizes: dict[str, int] = {}
-    for demand in demands:
-        size = demand.num_ranks * demand.bundles_per_rank
-        sizes[demand.pool] = max(sizes.get(demand.pool, 0), size)
-    return sizes
-
-
-def check_demand(demands: Sequence[RoleDemand], cluster: ClusterView) -> None:
-    """Raise ConfigError with a table when the cluster can never hold the demand."""
-    need = sum(pool_sizes(demands).values())
-    if cluster.has_gpus and need > cluster.num_gpus:
-        raise ConfigError(
-            f"Not enough GPUs: need {need}, have {cluster.num_gpus}. Ask for fewer ranks, share "
-            f"devices with --colocate_all_models, or add nodes.\n{demand_table(demands, cluster)}"
-        )
-
-
-def demand_table(demands: Sequence[RoleDemand], cluster: ClusterView) -> str:
-    """Return need and have, role by role."""
-    rows = [f"  {'role':<10}{'ranks':>6}{'devices':>9}  placement"]
-    for d in demands:
-        num_devices = d.num_ranks * d.bundles_per_rank
-        rows.append(f"  {d.role:<10}{d.num_ranks:>6}{num_devices:>9}  {d.pool}")
-    have = f"GPU, have {cluster.num_gpus}" if cluster.has_gpus else f"CPU, have {cluster.num_cpus}"
-    rows.append(f"  need {sum(pool_sizes(demands).values())} x {have}")
-    return "\n".join(rows)
 
 
 def place(

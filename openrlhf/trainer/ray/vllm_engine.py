@@ -10,15 +10,9 @@ import ray
 
 from openrlhf.engines.base import Completion, GenerationRequest, Result, WeightBucket
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
-from openrlhf.trainer.ray.launcher import (
-    CALL_TIMEOUT_S,
-    Health,
-    get,
-    node_address,
-    own_gpu,
-    start_actor,
-)
+from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, node_address, own_gpu, start_actor
 from openrlhf.utils.logging import redirect_framework_logs
+from openrlhf.utils.progress import Health
 
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
 

@@ -15,9 +15,9 @@ from typing import Any
 import ray
 
 from openrlhf.errors import EngineError, OpenRLHFError
-from openrlhf.trainer.ray.launcher import HEALTH_GROUP, Health
+from openrlhf.trainer.ray.launcher import HEALTH_GROUP
 from openrlhf.utils.logging import warn
-from openrlhf.utils.progress import Advance, progress
+from openrlhf.utils.progress import Advance, Health, progress
 
 ASK_EVERY_S = 2.0
 WAIT_S = 10.0  # at the beginning and at the end

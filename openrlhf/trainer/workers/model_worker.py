@@ -1,8 +1,8 @@
 """The workers of a run: what every rank of every model shares, and the updates and checkpoints of
 those that are trained.
 
-Workers are plain classes. Ray wraps them in launcher.py; a WorkerGroup calls them directly. All
-ranks run the same number of micro-batches; a rank with fewer runs empty ones, because forward,
+Workers are plain classes. RankActor of ray/launcher.py holds one; a WorkerGroup calls it directly.
+All ranks run the same number of micro-batches; a rank with fewer runs empty ones, because forward,
 backward and step are collectives under ZeRO. What goes wrong with files on one rank is raised on
 all of them, so that none waits for another.
 """
@@ -34,12 +34,11 @@ from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, UpdateStep
-from openrlhf.trainer.ray.launcher import Health, node_address, own_gpu
 from openrlhf.utils.gpus import peak_memory_gib
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.progress import Advance, progress
+from openrlhf.utils.progress import Advance, Health, progress
 from openrlhf.utils.tokenizer import tokenizer_of
 
 
@@ -49,6 +48,7 @@ class ModelWorker:
     strategy: DeepSpeedStrategy
     engine: TrainEngine | EvalEngine
     is_actor = False  # in a process of its own
+    address = "127.0.0.1"  # of this machine, as the other ranks reach it
     work: str | None = None  # the loop over micro-batches that runs now
     done_of: tuple[int, int | None] = (0, None)  # micro-batches of this loop: done, and in all
 
@@ -66,16 +66,14 @@ class ModelWorker:
         torch.cuda.empty_cache()
         return result
 
-    def master_endpoint(self) -> tuple[str, int]:
-        """Return an address and a free port for the group's rendezvous (asked of rank 0)."""
+    def endpoint(self) -> tuple[str, int]:
+        """Return the address of this machine and a free port."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return node_address(), probe.getsockname()[1]
+            return self.address, probe.getsockname()[1]
 
-    def join(self, host: str, port: int) -> str:
-        """Set up this process as its rank of the group; every rank must call it. Return the address
-        of its node.
-        """
+    def join(self, host: str, port: int, *, local_rank: int) -> None:
+        """Set up this process as its rank of the group; every rank must call it."""
         self.is_actor = True
         redirect_framework_logs(self.run_dir, f"{self.role}-{self.rank}", capture_streams=True)
         os.environ.update(
@@ -83,10 +81,9 @@ class ModelWorker:
             MASTER_PORT=str(port),
             RANK=str(self.rank),
             WORLD_SIZE=str(self.num_ranks),
-            LOCAL_RANK=str(own_gpu()),
+            LOCAL_RANK=str(local_rank),
         )
         self.setup()
-        return node_address()
 
     def setup(self) -> None:
         """Start the distributed runtime in a process that already knows its rank."""
@@ -286,7 +283,7 @@ class TrainedWorker(ModelWorker):
         if not Path(path).exists():
             raise CheckpointError(
                 f"{path} is not seen by {self.role} rank {self.rank} on node "
-                f"{node_address()}. Type a --ckpt_path on a file system that all nodes share."
+                f"{self.address}. Type a --ckpt_path on a file system that all nodes share."
             )
 
     def save_states(self, folder: str, has_optimizer: bool = True) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, TypeVar
 
-import ray
 import torch
 from torch import Tensor
 
@@ -137,6 +136,8 @@ class WeightTransport:
         if self.way == "handles":  # none goes on before all have filled their buffer
             address = dict(ChainMap(*all_gather_object(own)))
         elif self.way == "objects" and self.is_used:  # Ray takes it once to every other node
+            import ray  # noqa: PLC0415 - runs without Ray do not come here
+
             address = {"object": ray.put(data.numpy())}
         return WeightBucket(names, dtypes, shapes, offsets, num_bytes, address), data
 

@@ -16,7 +16,7 @@ from openrlhf.models.loading import disable_dropout, load_causal_lm, load_sequen
 from openrlhf.models.value_head import CriticModel, RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
-from openrlhf.trainer.ray.model_actor import ModelWorker, TrainedWorker
+from openrlhf.trainer.workers.model_worker import ModelWorker, TrainedWorker
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 

@@ -1,0 +1,278 @@
+"""The policy on its training ranks: log-probs, updates, weights to the engines, export."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.algorithms.kl import kl_per_token, with_reverse_kl_gradient
+from openrlhf.algorithms.language_loss import sft_loss
+from openrlhf.algorithms.off_policy import Correction, importance_weights
+from openrlhf.algorithms.policy_loss import OWN_AGGREGATIONS, ClipRange
+from openrlhf.algorithms.tokens import exp_of_log_ratio
+from openrlhf.config.ppo import AdvantageConfig
+from openrlhf.distributed.collectives import world_size
+from openrlhf.distributed.export import NamedTensors, check_room
+from openrlhf.distributed.weights import WeightAverage, stored_parameters
+from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
+from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.models.actor import Actor, TokenStats
+from openrlhf.models.adapters import add_lora
+from openrlhf.models.loading import disable_dropout, load_causal_lm
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.replay_buffer import (
+    UpdateResult,
+    UpdateStep,
+    without_zero_advantages,
+)
+from openrlhf.trainer.workers.model_worker import TrainedWorker
+from openrlhf.trainer.workers.weight_sync import Way, WeightTransport, weight_route
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.own_functions import POLICY_LOSS, find_function
+from openrlhf.utils.packing import PackedBatch
+
+AVERAGE = "average.pt"  # of the weights, in a checkpoint
+
+
+def correction_of(config: AdvantageConfig) -> Correction | None:
+    """Return how samples of another policy are corrected; None: not at all."""
+    if not config.is_corrected:
+        return None
+    return Correction(
+        *config.correction_level_and_mode,
+        *config.is_correction_threshold,
+        config.is_correction_gating,
+        config.clamps_survivors,
+    )
+
+
+class PolicyModelActor(TrainedWorker):
+    """One rank of the policy."""
+
+    title, prefix = "policy", "actor"
+    generator: OwnGenerate | None = None
+    transport: WeightTransport | None = None
+    average: WeightAverage | None = None
+
+    def init_model(self, num_updates: int) -> int:
+        """Load and shard the policy for all optimizer steps; return its parameter count."""
+        config = self.config.actor
+        model = load_causal_lm(self.config.policy_path, self.config)
+        disable_dropout(model)
+        with_aux_loss = config.aux_loss_coef > 0
+        self.actor = Actor(add_lora(model, self.config.ds.lora), with_aux_loss=with_aux_loss)
+        num_parameters = self.prepare(self.actor, config, num_updates)
+        num_copies = 2 if self.config.train.enable_ema else 1
+        check_room(self.actor.model, Path(self.config.ckpt.output_dir), num_copies=num_copies)
+        self.policy_loss = find_function(POLICY_LOSS, config.policy_loss_type)
+        low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
+        self.clip = ClipRange(low, high, config.dual_clip, config.sapo_tau)
+        self.correction = correction_of(self.config.algo.advantage)
+        if self.config.train.enable_ema:
+            self.average = WeightAverage(self.actor.model, self.config.train.ema_beta)
+        return num_parameters
+
+    def compute_logprobs(self, experience: Experience) -> Tensor:
+        """Return log-probs (N,) of the share's sampled tokens under the current weights."""
+        return self.forward_in_micro_batches(
+            experience, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
+        )
+
+    def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] = ()) -> UpdateResult:
+        actor = self.config.actor
+        has_kl_loss = self.config.algo.kl.use_loss and any(step.kl_coef > 0 for step in steps)
+        # With the coefficient 0 the entropy is a metric, and one of all samples.
+        if not (has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0):
+            steps = [without_zero_advantages(step) for step in steps]
+        result = super().fit(steps, columns)
+        self.weight_version += 1
+        return result
+
+    def after_step(self) -> None:
+        if self.average is not None:
+            self.average.update()
+
+    def compute_loss(
+        self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the policy's loss (): clipped objective, KL term, entropy bonus."""
+        config = self.config
+        stats = self._stats(batch, with_entropy=config.actor.entropy_coef is not None)
+        old_N = experience.old_logprobs
+        if old_N is None or step.num_steps == 1:  # on-policy: they are the current ones, exactly
+            old_N = stats.logprobs.detach()
+        assert experience.advantages is not None
+        terms = self.policy_loss(
+            stats.logprobs,
+            old_N,
+            advantages_N=experience.advantages,
+            num_actions_B=experience.num_actions,
+            clip=self.clip,
+        )
+        weights_N = self._importance_weights(old_N, experience, metrics)
+        loss_N = terms.loss_N * weights_N
+        loss = self._aggregate(loss_N, experience, step)
+        metrics.add("policy_loss", loss.item() / step.num_steps, reduction="sum")
+        num_tokens = len(terms.loss_N)
+        is_clipped = terms.is_clipped_N.float().mean().item()
+        metrics.add("ppo_clip_ratio", is_clipped, weight=num_tokens)
+        metrics.add("ppo_kl", -terms.log_ratio_N.mean().item(), weight=num_tokens)
+        metrics.add("ratio_max", terms.ratio_N.max().item(), reduction="max")
+        columns = {"new_logprobs": stats.logprobs, "log_ratio": terms.log_ratio_N}
+        columns |= {"is_clipped": terms.is_clipped_N, "loss": loss_N}
+        for term in self._other_terms(stats, old_N, experience, step, metrics, columns):
+            loss = loss + term
+        if stats.aux_loss is not None:
+            aux_sum = (stats.aux_loss * batch.num_targets).sum()
+            metrics.add("aux_loss", aux_sum.item() / num_tokens, weight=num_tokens)
+            loss = loss + config.actor.aux_loss_coef * aux_sum / step.num_tokens
+        return loss, columns
+
+    def compute_text_loss(self, batch: PackedBatch, num_tokens: int, metrics: Metrics) -> Tensor:
+        """Return --ptx_coef times the micro-batch's part of the language loss of a step's text."""
+        stats: TokenStats = self.engine(batch)
+        loss = sft_loss(stats.logprobs, num_tokens_global=num_tokens)
+        metrics.add("ptx_loss", -stats.logprobs.mean().item(), weight=len(stats.logprobs))
+        return self.config.actor.ptx_coef * loss
+
+    def _importance_weights(
+        self, old_N: Tensor, experience: Experience, metrics: Metrics
+    ) -> Tensor | float:
+        """Return the weight of every token, 1 without a correction; note how far the engine was
+        from the trainer, under --async_train for each staleness too.
+        """
+        engine_N, num_tokens = experience.rollout_logprobs, len(old_N)
+        columns = {
+            "vllm_kl": kl_per_token(engine_N, old_N, estimator="k3"),
+            "logprobs_diff": (old_N.float() - engine_N.float()).abs(),
+        }
+        for name, values_N in columns.items():
+            metrics.add(name, values_N.mean().item(), weight=num_tokens)
+        metrics.add("logprobs_diff_max", columns["logprobs_diff"].max().item(), reduction="max")
+        columns["is_ratio"] = exp_of_log_ratio((old_N.float() - engine_N.float()).detach())
+        weights_N: Tensor | float = 1.0
+        if self.correction is not None:
+            found = importance_weights(self.correction, old_N, engine_N, experience.num_actions)
+            weights_N = found.weights_N
+            columns |= {"is_ratio": found.ratio_N, "is_cut_ratio": found.is_cut_N.float()}
+            metrics.add("is_cut_ratio", found.is_cut_N.float().mean().item(), weight=num_tokens)
+            metrics.add("is_weight", found.weights_N.mean().item(), weight=num_tokens)
+            metrics.add("is_ratio_max", found.ratio_N.max().item(), reduction="max")
+        if self.config.train.async_enable:
+            staleness_N = self.weight_version - experience.weight_versions
+            for staleness in staleness_N.unique().tolist():
+                for name, values_N in columns.items():
+                    part = values_N[staleness_N == staleness]
+                    metrics.add(f"{name}/stale_{staleness}", part.mean().item(), weight=len(part))
+        return weights_N
+
+    def _other_terms(
+        self,
+        stats: TokenStats,
+        old_N: Tensor,
+        experience: Experience,
+        step: UpdateStep,
+        metrics: Metrics,
+        columns: dict[str, Tensor],
+    ) -> Iterator[Tensor]:
+        """Yield the KL to the reference, which joins `columns`, and the entropy bonus, where the
+        run has them.
+        """
+        kl, ref_N = self.config.algo.kl, experience.ref_logprobs
+        if kl.use_loss and ref_N is not None:
+            kl_N = kl_per_token(stats.logprobs, ref_N, estimator=kl.estimator)
+            if kl.unbiased_gradient:
+                kl_N = with_reverse_kl_gradient(kl_N, stats.logprobs, old_N, ref_N)
+            metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
+            columns["kl"] = kl_N
+            yield step.kl_coef * self._aggregate(kl_N, experience, step)
+        coef = self.config.actor.entropy_coef
+        if coef is not None and stats.entropy is not None:
+            metrics.add("entropy", stats.entropy.mean().item(), weight=len(stats.entropy))
+            if coef:
+                yield -coef * self._aggregate(stats.entropy, experience, step)
+
+    def _aggregate(self, values_N: Tensor, experience: Experience, step: UpdateStep) -> Tensor:
+        own = OWN_AGGREGATIONS.get(self.config.actor.policy_loss_type)
+        return self.aggregated(values_N, experience, step, own)
+
+    def _stats(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenStats:
+        temperature = self.config.rollout.temperature
+        return self.engine(batch, temperature=temperature, with_entropy=with_entropy)
+
+    def broadcast_to_vllm(
+        self, engines: Sequence[RolloutEngine], keep_running: bool = False
+    ) -> float:
+        """Give all engines the current weights and check that they hold them; seconds it took.
+
+        `keep_running`: requests that run go on under the new weights (partial rollout); without it
+        they are refused.
+        """
+        start = time.monotonic()
+        if self.transport is None:
+            route: tuple[Way, torch.device] = ("handles", torch.device("cpu"))
+            if self.is_actor:  # else the engine is in this process too
+                route = weight_route(
+                    self.config,
+                    self.engine.device,
+                    num_engines=len(engines),
+                    num_ranks=world_size(),
+                )
+            self.transport = WeightTransport(
+                *route,
+                engines,
+                workers_per_engine=self.config.vllm.tensor_parallel_size,
+                endpoint=self.endpoint,
+            )
+        tensors = stored_parameters(self.engine.module)
+        self.transport.send(tensors, self.weight_version, keep_running=keep_running)
+        return time.monotonic() - start
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Sample with the policy itself (no vLLM); every rank of the group must call."""
+        if self.generator is None:
+            model: nn.Module = self.actor.model
+            if self.config.ds.zero_stage == 3:
+                # Each forward is a collective then, and ranks decode different numbers of tokens:
+                # every rank generates with a whole copy.
+                model = load_causal_lm(self.config.policy_path, self.config)
+                model = model.to(self.engine.device)
+            stream = self.strategy.topology.dp_rank
+            self.generator = OwnGenerate(model, weight_version=-1, stream=stream)
+        if self.generator.weight_version != self.weight_version:
+            self._refresh(self.generator)
+        return self.generator.generate(requests)
+
+    def _refresh(self, generator: OwnGenerate) -> None:
+        """Bring a copy up to date; the policy's own module always is."""
+        generator.weight_version = self.weight_version
+        if generator.model is not self.actor.model:
+            held = generator.model.state_dict()
+            for name, tensor in stored_parameters(self.engine.module):
+                held[name].copy_(tensor)
+
+    def export(self, path: str, tensors: NamedTensors | None = None) -> None:
+        """Export in Hugging Face format. With --enable_ema the average is what is exported; the
+        weights themselves go to a folder "policy" in it.
+        """
+        if self.average is None:
+            self.export_policy(path)
+            return
+        super().export(path, self.average.tensors())
+        self.export_policy(str(Path(path) / "policy"))
+
+    def export_policy(self, path: str) -> None:
+        """Export the weights that samples are made with."""
+        super().export(path)
+
+    def save_own(self, folder: Path) -> None:
+        super().save_own(folder)
+        if self.average is not None:
+            self.average.save(folder / AVERAGE)
+
+    def load_own(self, folder: Path) -> bool:
+        if self.average is not None:
+            self.average.load(folder / AVERAGE)
+        return super().load_own(folder)
