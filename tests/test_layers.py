@@ -146,6 +146,19 @@ def test_heavy_libraries_stay_at_home():
     assert not wrong, "\n".join(wrong)
 
 
+def test_only_runs_on_ray_import_it():
+    """`ppo-local`, check and eval work where Ray is not installed."""
+    wrong = [
+        f"{module.where}:{item.line} imports {item.name} at its top"
+        for module in MODULES
+        for item in own_imports(module)
+        if item.is_at_top
+        and item.name.startswith("openrlhf.trainer.ray")
+        and not module.name.startswith("openrlhf.trainer.ray")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_package_files_are_empty_but_for_the_name_that_users_files_import_from_utils():
     full = [m.where for m in MODULES if m.path.name == "__init__.py" and m.text.strip()]
     assert full == ["openrlhf/utils/__init__.py"]
