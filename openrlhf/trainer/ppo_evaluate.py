@@ -170,8 +170,8 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
     policy.check_dropped(list(failed.values()), of="the evaluation")
     say_dropped(failed, inputs.prompts)
     rollouts = samples.rollouts
-    rows = [rollout_row(rollout, inputs.token_texts) for rollout in rollouts]
-    file = write_rollouts(inputs.run_dir, 0, rows, num_kept=1, kind="eval_step")
+    rows, texts = [rollout_row(rollout) for rollout in rollouts], inputs.token_texts
+    file = write_rollouts(inputs.run_dir, 0, rows, num_kept=1, kind="eval_step", token_texts=texts)
     show_samples(name, rollouts, config.logger.print_samples, file=file)
     if any(rollout.task_score not in (0, 1) for rollout in rollouts):
         notice(f"{name}: scores are not only 0 and 1: pass@k is the mean of the best of k of them")

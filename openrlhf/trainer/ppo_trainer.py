@@ -289,9 +289,10 @@ class PPOTrainer:
         file = write_rollouts(
             inputs.run_dir,
             global_step,
-            self.rows_of(samples.rollouts),
+            [rollout_row(rollout) for rollout in samples.rollouts],
             num_kept=self.config.rollout.num_kept_files,
             kind="eval_step",
+            token_texts=inputs.token_texts,
         )
         values = evaluation_metrics(samples.rollouts, (inputs.eval_sampling.num_samples, 1))
         self.tracker.log(global_step, values)
@@ -359,16 +360,18 @@ class PPOTrainer:
     ) -> Path | None:
         """Write the samples of the step with what was computed for them; return the file."""
         with timed("write_samples", metrics):
-            rows = self.rows_of(rollouts)
+            rows = [rollout_row(rollout) for rollout in rollouts]
             for row, columns in zip(rows, experience.learned_columns(), strict=True):
                 row.update(columns)
             num_kept = self.config.rollout.num_kept_files
             step = self.state.global_step
-            return write_rollouts(self.inputs.run_dir, step, rows, num_kept=num_kept)
-
-    def rows_of(self, rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
-        """Return samples as the files of rollouts have them."""
-        return [rollout_row(rollout, self.inputs.token_texts) for rollout in rollouts]
+            return write_rollouts(
+                self.inputs.run_dir,
+                step,
+                rows,
+                num_kept=num_kept,
+                token_texts=self.inputs.token_texts,
+            )
 
     def log(self, global_step: int) -> None:
         """Write one line, the metrics file, the sinks; nothing where all steps are logged."""

@@ -215,11 +215,12 @@ def make_tracker(
     return Tracker(run_dir, resume_step=resume_step, sinks=sinks)
 
 
-def rollout_row(
-    rollout: Rollout, token_texts: Callable[[Sequence[int]], Sequence[str]]
-) -> dict[str, object]:
+TextsOf = Callable[[Sequence[int]], Sequence[str]]  # of tokens
+
+
+def rollout_row(rollout: Rollout) -> dict[str, object]:
     """Return a sample as a row of a file of rollouts; lists have a value for each token of the
-    whole sequence, or for each sampled one. `token_texts` returns the text of each token.
+    whole sequence, or for each sampled one.
     """
     versions = rollout.weight_versions
     return rollout.extra_columns | {
@@ -238,7 +239,6 @@ def rollout_row(
         "num_actions": rollout.num_actions,
         "weight_version": int(versions[-1]),
         "token_ids": rollout.token_ids.numpy(),
-        "token_texts": token_texts(rollout.token_ids.tolist()),
         "action_mask": rollout.action_mask.numpy(),
         "logprobs": rollout.logprobs.numpy(),
         "weight_versions": versions.numpy(),
@@ -252,6 +252,7 @@ def write_rollouts(
     *,
     num_kept: int,
     kind: Literal["step", "eval_step"] = "step",
+    token_texts: TextsOf | None = None,
 ) -> Path | None:
     """Write one step's samples as parquet, one row a sample, over an earlier attempt's:
     `rollouts/step_000001.parquet`, those of an evaluation `rollouts/eval_step_000001.parquet`.
@@ -259,7 +260,8 @@ def write_rollouts(
     files of each kind stay.
 
     Rows may differ in their columns; a missing one is null. Values parquet has no common type for
-    are written as JSON text.
+    are written as JSON text. `token_texts` returns the text of each token: it makes the column of
+    that name beside `token_ids`.
     """
     import pyarrow.parquet  # noqa: PLC0415 - heavy
 
@@ -268,7 +270,7 @@ def write_rollouts(
     unfinished = path.with_suffix(".partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(_as_table(rows), unfinished)
+        pyarrow.parquet.write_table(_as_table(rows, token_texts), unfinished)
         unfinished.replace(path)
         earlier = [other for other in folder.glob(f"{kind}_*.parquet") if other <= path]
         for other in sorted(earlier)[:-num_kept]:
@@ -279,7 +281,7 @@ def write_rollouts(
     return path
 
 
-def _as_table(rows: Sequence[Mapping[str, object]]) -> object:
+def _as_table(rows: Sequence[Mapping[str, object]], token_texts: TextsOf | None) -> object:
     """Return a pyarrow table of all columns of the rows, in the order of first appearance."""
     import pyarrow  # noqa: PLC0415 - heavy
 
@@ -292,6 +294,11 @@ def _as_table(rows: Sequence[Mapping[str, object]]) -> object:
         except (pyarrow.ArrowException, OverflowError, UnicodeError):
             texts = [None if v is None else json.dumps(v, default=str) for v in values]
             arrays[name] = pyarrow.array(texts, pyarrow.string())
+    if token_texts is not None and (ids := arrays.get("token_ids")) is not None:
+        tokens = ids.values.dictionary_encode()  # the text of each token is looked up once
+        texts = pyarrow.array(token_texts(tokens.dictionary.to_pylist()), pyarrow.string())
+        values = pyarrow.DictionaryArray.from_arrays(tokens.indices, texts)
+        arrays["token_texts"] = pyarrow.ListArray.from_arrays(ids.offsets, values)
     return pyarrow.table(arrays)
 
 

@@ -108,9 +108,17 @@ def test_rollouts_are_read_back_as_written(tmp_path):
         {"sample_id": "0/1/0", "reward": 1.0, "token_ids": torch.tensor([5, 6])},
         {"sample_id": "0/1/1", "reward": 0.0, "token_ids": torch.tensor([5]), "extra": {"n": 1.0}},
     ]
-    path = tracking.write_rollouts(tmp_path, 7, rows, num_kept=9)
+    asked = []
+
+    def texts(token_ids):
+        asked.extend(token_ids)
+        return [f"t{token_id}" for token_id in token_ids]
+
+    path = tracking.write_rollouts(tmp_path, 7, rows, num_kept=9, token_texts=texts)
     assert path == tmp_path / "rollouts/step_000007.parquet"
     back = pyarrow.parquet.read_table(path).to_pylist()
+    assert [row["token_texts"] for row in back] == [["t5", "t6"], ["t5"]]
+    assert asked == [5, 6]
     assert [row["token_ids"] for row in back] == [[5, 6], [5]]
     assert [row["extra"] for row in back] == [None, {"n": 1.0}]
 
