@@ -11,7 +11,7 @@ import torch
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import RewardError
-from openrlhf.rewards.base import RewardBatch, RewardResult, checked_result
+from openrlhf.rewards.base import RewardBatch, RewardResult, Shown, checked_result
 from openrlhf.rollout.scoring import (
     FailurePolicy,
     GroupScorer,
@@ -35,6 +35,11 @@ class Source:
     answers: Answers
     asked: list[list[str]] = field(default_factory=list)
     has_capacity = False
+
+    name = "rewards"
+
+    async def shown(self, batch: RewardBatch) -> Shown:
+        return {}
 
     async def score(self, batch: RewardBatch) -> RewardResult:
         self.asked.append(list(batch.sample_ids))
