@@ -132,9 +132,8 @@ class RemoteReward(RewardSource):
             pause_s = random.uniform(0.5, 1.0) * pauses_s[server]  # keeps requests apart
             pauses_s[server] = min(2 * pauses_s[server], MAX_BACKOFF_S)
             ready_s[server] = time.monotonic() + max(pause_s, found.wait_s)
-        tries = f"{num_tries} {'try' if num_tries == 1 else 'tries'}"
         raise RewardError(
-            f"{self.name}: no rewards for {batch.names()} after {tries} in "
+            f"{self.name}: no rewards for {batch.names()} after {num_tries} tries in "
             f"{time.monotonic() - start_s:.1f} s (--reward_timeout_s {self.timeout_s:g}): {problem}"
         )
 

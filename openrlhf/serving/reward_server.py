@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import h11
 import torch
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
 from openrlhf.config.serving import ServeRewardConfig, ServerLimitsConfig, is_loopback
 from openrlhf.errors import ConfigError, RewardError, first_line
