@@ -184,6 +184,10 @@ class GroupScorer:
     def _receive(self, batch: "list[Asked]", answer: asyncio.Future[list[Outcome]]) -> None:
         assert self.scorer is not None
         self._num_sent -= 1
+        if answer.cancelled():  # the source was closed
+            for asked in batch:
+                asked.outcome.cancel()
+            return
         error = answer.exception()
         for k, asked in enumerate(batch):
             asked.shares_batch = len(batch) > 1 and self.scorer.batch_size is not None
