@@ -247,7 +247,8 @@ def say_arguments(shown: Shown, batch: RewardBatch) -> None:
     """Print what functions are given of a sample; warn where one reads labels that are empty."""
     for function, arguments in shown.items():
         lines = [f"  {name}: {printable(value)}" for name, value in arguments.items()]
-        notice("\n".join([f"arguments of {function} for {batch.name_of(0)}", *lines]))
+        if lines:
+            notice("\n".join([f"arguments of {function} for {batch.name_of(0)}", *lines]))
         read = [name for name in LABEL_NAMES if name in arguments]
         if any(arguments[name] == "''" for name in read) and not any(batch.labels):
             warn(

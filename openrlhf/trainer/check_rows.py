@@ -100,7 +100,11 @@ def try_rewards(
     same, has_failed = list[str](), False
     for index, other in enumerate(others):
         words = (labels[index], other) if labels[index] else WITHOUT_LABEL
-        group, outcome = asyncio.run(_scored(scorer, inputs, index, [w for w in words if w]))
+        try:
+            group, outcome = asyncio.run(_scored(scorer, inputs, index, [w for w in words if w]))
+        except ConfigError as error:  # its functions cannot be called
+            gathered.note(error)
+            return
         if isinstance(outcome, RewardError):
             gathered.note(outcome, about=f"{inputs.prompts.place(index)}: ")
             has_failed = True

@@ -193,8 +193,8 @@ def test_what_a_reward_function_needs_and_rows_lack_is_one_line_with_their_colum
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("reward.py").write_text("def f(prompts, outputs, solution):\n    return [1.0]\n")
-    code, _, [error] = run(capsys, ppo())
-    assert code == 2
+    code, _, [other, error] = run(capsys, [*ppo(), "--train_batch_size", "64"])
+    assert code == 2 and "--train_batch_size 64 is more than the 16 samples" in other
     assert error.startswith("reward.py:1: f(prompts, outputs, solution) cannot be called: unknown")
     assert "arguments: outputs, solution." in error
     assert error.endswith("of the rows: is_truncated, answer. Rename them, or give them defaults.")
