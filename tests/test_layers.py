@@ -49,7 +49,7 @@ HOMES = {
     "openrlhf.report.sample_index": {"duckdb"},
     "openrlhf.report.server": {"fastapi", "uvicorn"},
     "openrlhf.rollout": {"torch"},
-    "openrlhf.rollout.agents.episodes": {"torch"},
+    "openrlhf.rollout.agents.episodes": {"torch", "pydantic"},
     "openrlhf.rollout.agents.openai_server": {"fastapi", "pydantic", "pydantic_core", "uvicorn"},
     "openrlhf.trainer": {"torch"},
     "openrlhf.trainer.check": {"torch", "transformers", "psutil", "rich"},

@@ -172,16 +172,11 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
         return [name for name in names if name]
 
     def problems(self) -> Iterator[str]:
-        """Add functions beside servers, and weights that do not match the functions."""
+        """Add functions beside servers, and weights that do not match the models."""
         if self.functions and len(self.functions) != len(self._named):
             yield (
                 f"--remote_rm_url {self.remote_url} names functions and servers. Name functions "
                 "alone: one of them can ask a server."
-            )
-        elif self.functions and len(self.weights or self.functions) != len(self.functions):
-            yield (
-                f"--reward_weights has {len(self.weights or ())} values for {len(self.functions)} "
-                "functions of --remote_rm_url. Type one weight for each function."
             )
         elif not self.functions and not self.is_callable:
             yield from super().problems()

@@ -176,8 +176,13 @@ class ServerLimitsConfig(Base):
     max_chars: int = option(1_000_000, "Most characters in a text.", flat=False, gt=0)
     max_requests: int = option(512, "Most requests at a time; else 503.", flat=False, gt=0)
     max_connections: int = option(1024, "Most open connections; else 503.", flat=False, gt=0)
+    max_connections_per_address: int = option(
+        256, "Most open connections of one address; others are hung up on.", flat=False, gt=0
+    )
     max_tokens_per_forward: int = option(16384, "Most tokens in a forward pass.", flat=False, gt=0)
-    receive_timeout_s: float = option(20, "Seconds for a body to arrive.", flat=False, gt=0)
+    receive_timeout_s: float = option(
+        20, "Seconds for headers to arrive, and for a body.", flat=False, gt=0
+    )
     stop_timeout_s: float = option(60, "Seconds to respond to the last requests.", flat=False, gt=0)
 
     @property

@@ -4,6 +4,7 @@ Imports nothing heavy: the workers of a reward function start with it.
 """
 
 import asyncio
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,12 @@ PER_SAMPLE = (
     *("queries", "prompts", "responses", "labels"),
     *("sample_ids", "source_prompts", "response_ids"),
 )
+KEYS = ("rewards", "scores", "extra_logs", "extra_columns", "parts")  # of an answer
+NEARLY = 0.75  # the likeness of a key that is refused: `score`, `logs`
 TRUNCATED_COLUMN = "is_truncated"  # of every sample of a run, beside the row's own columns
+
+
+Shown = dict[str, dict[str, str]]  # function -> argument -> its value for one sample
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,11 @@ class RewardBatch:
     response_ids: Sequence[Sequence[int]] = ()
     global_step: int = 0  # steps that the policy had made
     max_steps: int = 0  # of the run
+
+    @classmethod
+    def of_columns(cls, names: Sequence[str]) -> "RewardBatch":
+        """Return a batch without samples whose rows would have these columns."""
+        return cls([], [], [], [], columns=dict.fromkeys(names, ()))
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -67,7 +78,7 @@ class RewardBatch:
 class RewardResult:
     """The scores of B samples, every one a finite float32."""
 
-    rewards: list[float]  # B
+    rewards: list[float | None]  # B; None for a sample that no function applies to
     # B: raw 0-1 task scores, where the source gives them; `check_scores` refuses some without.
     scores: Sequence[float | None] | None = None
     # B each; None for samples that a number does not apply to.
@@ -75,6 +86,7 @@ class RewardResult:
     extra_columns: dict[str, list[object]] = field(default_factory=dict)  # B each, plain values
     # B each: what the reward is the weighted sum of; None where a part does not apply.
     parts: dict[str, list[float | None]] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)  # keys that nobody knows
 
 
 class RewardSource:
@@ -100,6 +112,13 @@ class RewardSource:
         if not self._thread.is_running:
             raise RewardError(f"{self.name}: the source of rewards was closed")
         return asyncio.run_coroutine_threadsafe(self._score_parts(batch), self._thread.loop)
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Raise ConfigError where samples of rows with these columns cannot be scored."""
+
+    async def shown(self, batch: RewardBatch) -> Shown:
+        """Return what functions are given of the first sample."""
+        return {}
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:
         """Score at most `batch_size` samples, on the source's own loop."""
@@ -135,6 +154,7 @@ def concat_results(results: Sequence[RewardResult]) -> RewardResult:
         extra_logs=_concat_columns([(r.extra_logs, len(r.rewards)) for r in results]),
         extra_columns=_concat_columns([(r.extra_columns, len(r.rewards)) for r in results]),
         parts=_concat_columns([(r.parts, len(r.rewards)) for r in results]),
+        unread=list(dict.fromkeys(key for r in results for key in r.unread)),
     )
 
 
@@ -146,18 +166,27 @@ def _concat_columns(parts: Sequence[tuple[Mapping[str, list[Any]], int]]) -> dic
     }
 
 
-def checked_result(answer: object, *, batch: RewardBatch, source: str) -> RewardResult:
+def checked_result(
+    answer: object, *, batch: RewardBatch, source: str, may_lack: bool = False
+) -> RewardResult:
     """Check what a source returned: {rewards, scores?, extra_logs?, extra_columns?, parts?}, or
-    bare rewards. A RewardError names the source and the sample.
+    bare rewards. A RewardError names the source and the sample. `may_lack`: of a function, which
+    may have no reward for a sample.
     """
     fields = answer if isinstance(answer, Mapping) else {"rewards": answer}
+    unread = [str(key) for key in fields if key not in KEYS]
+    for key in unread:
+        [meant] = difflib.get_close_matches(key.lower(), KEYS, 1, NEARLY) or [key]
+        if meant not in fields:
+            raise RewardError(f"{source}: the answer has the key {key!r}. Write {meant!r}.")
     if "rewards" not in fields:
         names = sorted(map(str, fields))
         raise RewardError(f"{source}: the answer has no 'rewards'; it has {names}")
     scores = fields.get("scores")
+    numbers = optional_numbers if may_lack else _numbers
     return RewardResult(
-        rewards=_numbers(fields["rewards"], f"{source}: rewards", batch),
-        scores=None if scores is None else _numbers(scores, f"{source}: scores", batch),
+        rewards=[*numbers(fields["rewards"], f"{source}: rewards", batch)],
+        scores=None if scores is None else numbers(scores, f"{source}: scores", batch),
         extra_logs={
             str(name): _log_numbers(values, f"{source}: extra_logs[{name!r}]", batch)
             for name, values in _columns(fields, "extra_logs", source).items()
@@ -173,6 +202,7 @@ def checked_result(answer: object, *, batch: RewardBatch, source: str) -> Reward
             str(name): optional_numbers(values, f"{source}: parts[{name!r}]", batch)
             for name, values in _columns(fields, "parts", source).items()
         },
+        unread=unread,
     )
 
 

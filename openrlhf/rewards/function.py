@@ -1,16 +1,19 @@
-"""A user's Python reward functions: found in their files, called in the form they are written in.
+"""A user's Python reward functions: found in their files, called with the arguments they name.
 
-Two forms are understood: `reward_func(queries, prompts, labels)` that returns a dict of rewards,
-scores and extra_logs, and the Hugging Face form `f(prompts, completions, **columns)` that returns
-a list of floats. Several are added up. Either may be `async def`.
+The names say which form a function has: `reward_func(queries, prompts, labels)`, which returns a
+dict of rewards, scores and extra_logs; Hugging Face's `f(prompts, completions, **columns)`, which
+returns a list of floats; verl's `compute_score(data_source, solution_str, ground_truth,
+extra_info)` of one row, or of lists. Several are added up. Each may be `async def`.
 """
 
 import asyncio
+import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from reprlib import Repr
 from types import ModuleType, SimpleNamespace
 
 from openrlhf.errors import ConfigError, RewardError
@@ -18,6 +21,7 @@ from openrlhf.rewards.base import (
     RewardBatch,
     RewardResult,
     RewardSource,
+    Shown,
     checked_result,
     optional_numbers,
 )
@@ -29,11 +33,20 @@ from openrlhf.utils.user_code import (
     member,
     public_names,
     split_name,
-    takes_any,
 )
 
 FUNCTION_NAME, LIST_NAME, WEIGHTS_NAME = "reward_func", "reward_funcs", "reward_weights"
-OPTIONAL_ARGUMENTS = ("responses", "columns")  # given to a reward_func that names them
+QUERY_NAMES = ("queries", "labels", "responses", "columns")  # of reward_func
+COMPLETION_NAMES = ("completions", "completion_ids")  # of Hugging Face's form
+ROW_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")  # of verl's form
+LIST_NAMES = tuple(f"{name}s" for name in ROW_NAMES)
+KNOWN = (
+    "queries, prompts, labels, responses, columns; or prompts, completions, completion_ids, "
+    f"labels, trainer_state, log_metric, log_extra; or {', '.join(ROW_NAMES)}"
+)
+MAX_SHOWN = 120  # characters of an argument
+MAX_SHOWN_COLUMNS = 12
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 RewardFunction = Callable[..., object]
 
 
@@ -56,9 +69,7 @@ class UserFunctions:
     """The functions of one or several files, with their ways of being called."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        """Raise ConfigError for a function of no known form."""
-        for part in parts:
-            _check_form(part)
+        """Raise ConfigError for functions of the same name."""
         self.parts = parts
         self.names = [part.name for part in parts]
         self.files = ",".join(dict.fromkeys(part.file for part in parts))
@@ -72,12 +83,23 @@ class UserFunctions:
     @classmethod
     def load(cls, places: str | Path, weights: Sequence[float] | None = None) -> "UserFunctions":
         """Load `file.py` or `file.py:name`, or several with commas between, which are run; raise
-        ConfigError. A file stands for all functions of its list, times the weight of the file.
+        ConfigError. A file stands for all functions of its list; `weights` has one number for each
+        place, or for each function.
         """
         names = str(places).split(",")
-        shares = zip(names, weights or [1.0] * len(names), strict=True)
         load = cache(load_module)  # two functions of a file share what it holds
-        return cls([part for name, weight in shares for part in _parts_at(name, weight, load)])
+        found = [list(_parts_at(name, load)) for name in names]
+        parts = [part for of_place in found for part in of_place]
+        shares = list(weights or [1.0] * len(names))
+        if len(shares) == len(names):
+            shares = [s for s, of_place in zip(shares, found, strict=True) for _ in of_place]
+        if len(shares) != len(parts):
+            told = ", ".join(part.name for part in parts)
+            raise ConfigError(
+                f"--reward_weights has {len(shares)} values for the {len(parts)} functions of "
+                f"--remote_rm_url: {told}. Type one weight for each function."
+            )
+        return cls([replace(p, weight=p.weight * s) for p, s in zip(parts, shares, strict=True)])
 
     @classmethod
     def of(
@@ -92,28 +114,44 @@ class UserFunctions:
         shares = zip(functions, weights or [1.0] * len(functions), strict=True)
         return cls([Part(f, _source_file(f), _name(f), weight) for f, weight in shares])
 
+    def check(self, batch: RewardBatch) -> None:
+        """Raise ConfigError for an argument that neither a form nor a column of the batch has."""
+        problems = [_unknown(part, batch) for part in self.parts]
+        if found := [problem for problem in problems if problem]:
+            raise ConfigError(found)
+
+    def shown(self, batch: RewardBatch) -> Shown:
+        """Return what each function is given of the first sample, shortened: its arguments that its
+        code reads, and the others together.
+        """
+        one = Repr()
+        one.maxstring = one.maxother = MAX_SHOWN
+        one.maxdict = MAX_SHOWN_COLUMNS
+        return {
+            part.name: {name: one.repr(v) for name, v in _first_sample(part.function, batch)}
+            for part in self.parts
+        }
+
     def answer(self, batch: RewardBatch) -> RewardResult:
         """Call every function once; raises RewardError naming the file and the line or the
-        sample.
+        sample, ConfigError as `check` does.
 
-        The reward is the weighted sum of the functions that apply to a sample. Of several, the
-        score of a sample is that of the first that applies to it, or else its number.
+        The reward is the weighted sum of the functions that apply to a sample, None where none
+        does. Of several, the score of a sample is that of the first that applies to it, or else its
+        number.
         """
+        self.check(batch)
         answers = [self._answer(part, batch) for part in self.parts]
-        rewards, scores = [], []
+        rewards: list[float | None] = []
+        scores: list[float | None] = []
         for index in range(len(batch)):
             applying = [
                 (part.weight * number, result.scores[index] if result.scores else number)
                 for part, (numbers, result) in zip(self.parts, answers, strict=True)
                 if (number := numbers[index]) is not None
             ]
-            if not applying:
-                raise RewardError(
-                    f"{self.files}: no reward function applies to {batch.name_of(index)}: all "
-                    "returned None. Return a number for every sample from at least one of them."
-                )
-            rewards.append(sum(share for share, _ in applying))
-            scores.append(applying[0][1])
+            rewards.append(sum(share for share, _ in applying) if applying else None)
+            scores.append(applying[0][1] if applying else None)
         results = [result for _, result in answers]
         columns = dict(zip(self.names, (numbers for numbers, _ in answers), strict=True))
         has_several = len(results) > 1
@@ -122,41 +160,36 @@ class UserFunctions:
             scores=scores if has_several else results[0].scores,
             extra_logs={k: v for result in results for k, v in result.extra_logs.items()},
             extra_columns={k: v for result in results for k, v in result.extra_columns.items()},
-            parts=(columns if has_several else {})
+            parts=(
+                {name: list(numbers) for name, numbers in columns.items()} if has_several else {}
+            )
             | {k: v for result in results for k, v in result.parts.items()},
+            unread=[key for result in results for key in result.unread],
         )
 
     def _answer(
         self, part: Part, batch: RewardBatch
     ) -> tuple[Sequence[float | None], RewardResult]:
         """Return the numbers of a function, B, and what it said beside them."""
-        if not _wants_completions(part.function):
-            optional = {"responses": list(batch.responses), "columns": dict(batch.columns)}
-            named = inspect.signature(part.function).parameters
-            answer = self._call(
-                part,
-                *(list(batch.queries), list(batch.prompts), list(batch.labels)),
-                **{name: value for name, value in optional.items() if name in named},
-            )
-            result = checked_result(answer, batch=batch, source=part.source)
-            return result.rewards, result
-        metrics: dict[str, object] = {}
+        logs: dict[str, object] = {}
         columns: dict[str, object] = {}
-        arguments = _completion_arguments(batch) | {
-            "log_metric": metrics.__setitem__,
-            "log_extra": columns.__setitem__,
-        }
-        answer = self._call(part, **accepted(part.function, arguments))
-        if isinstance(answer, Mapping):
+        arguments = accepted(part.function, _arguments(part.function, batch, logs, columns))
+        if _verl_names(part.function) == ROW_NAMES:
+            rows = [_row(arguments, index) for index in range(len(batch))]
+            answers = [self._call(part, **row) for row in rows]
+            answer, logs, columns = _of_rows(answers, part.source)
+        else:
+            answer = self._call(part, **arguments)
+        if isinstance(answer, Mapping) or _takes_queries(part.function):
             result = checked_result(answer, batch=batch, source=part.source)
             return result.rewards, result
         numbers = optional_numbers(answer, part.source, batch)
-        said = {"rewards": [0.0] * len(batch), "extra_logs": metrics, "extra_columns": columns}
+        said = {"rewards": [0.0] * len(batch), "extra_logs": logs, "extra_columns": columns}
         return numbers, checked_result(said, batch=batch, source=part.source)
 
-    def _call(self, part: Part, /, *args: object, **kwargs: object) -> object:
+    def _call(self, part: Part, **arguments: object) -> object:
         with blaming(part.file, RewardError):
-            answer = part.function(*args, **kwargs)
+            answer = part.function(**arguments)
             if inspect.isawaitable(answer):
                 # One loop for all calls: clients that the file keeps belong to their loop.
                 if self._loop is None:
@@ -179,7 +212,7 @@ class CallableReward(RewardSource):
         weights: Sequence[float] | None = None,
         batch_size: int = 8,
     ) -> None:
-        """Raise ConfigError for a function of no known form."""
+        """Raise ConfigError for functions that cannot be told apart."""
         given = list(functions) if isinstance(functions, list | tuple) else [functions]
         self.function = UserFunctions.of(given, weights)
         super().__init__(", ".join(self.function.names), batch_size)
@@ -193,20 +226,26 @@ class CallableReward(RewardSource):
         async with self._turn:
             return await asyncio.to_thread(self.function.answer, batch)
 
+    def check(self, columns: Sequence[str]) -> None:
+        self.function.check(RewardBatch.of_columns(columns))
 
-def _parts_at(place: str, weight: float, load: Callable[[str], ModuleType]) -> Iterator[Part]:
+    async def shown(self, batch: RewardBatch) -> Shown:
+        return self.function.shown(batch)
+
+
+def _parts_at(place: str, load: Callable[[str], ModuleType]) -> Iterator[Part]:
     """Yield the function at `file.py:name`, or those that a file is made of."""
     file, name = split_name(place)
     module = load(file)
     if name:
-        yield Part(member(module, name, file), file, name, weight)
+        yield Part(member(module, name, file), file, name, 1.0)
         return
     functions = _functions(module, file)
     own = _weights(module, file, len(functions))
     for function, share in zip(functions, own, strict=True):
         called = _name(function)  # every file may have a reward_func
         called = Path(file).stem if called == FUNCTION_NAME else called
-        yield Part(function, file, called, weight * share)
+        yield Part(function, file, called, share)
 
 
 def _functions(module: ModuleType, path: str) -> list[RewardFunction]:
@@ -226,16 +265,6 @@ def _functions(module: ModuleType, path: str) -> list[RewardFunction]:
         if not callable(function):
             raise ConfigError(f"{path}: {name} is a {type(function).__name__}, not a function.")
     return functions
-
-
-def _check_form(part: Part) -> None:
-    """Raise ConfigError for a function that cannot be called in a known form."""
-    if not _takes_queries(part.function) and not _wants_completions(part.function):
-        name = _name(part.function)
-        raise ConfigError(
-            f"{part.source}{inspect.signature(part.function)} cannot be called. Write "
-            f"{name}(queries, prompts, labels) or {name}(prompts, completions, **columns)."
-        )
 
 
 def _name(function: RewardFunction) -> str:
@@ -258,35 +287,133 @@ def _weights(module: ModuleType, path: str, num_functions: int) -> list[float]:
     return [float(weight) for weight in weights]
 
 
-def _completion_arguments(batch: RewardBatch) -> dict[str, object]:
-    """Return all that a function in the Hugging Face shape may ask for, by name."""
-    prompts = list(batch.source_prompts or batch.prompts)
-    return {
-        "labels": list(batch.labels),
-        **{name: list(values) for name, values in batch.columns.items()},
-        "prompts": prompts,
+def _arguments(
+    function: RewardFunction,
+    batch: RewardBatch,
+    logs: dict[str, object] | None = None,
+    noted: dict[str, object] | None = None,
+) -> dict[str, object]:
+    """Return all that a function may ask for, by the names of its form: lists of B. `logs` and
+    `noted` take what it says beside its rewards.
+    """
+    columns: dict[str, object] = {name: list(values) for name, values in batch.columns.items()}
+    labels, responses = list(batch.labels), list(batch.responses)
+    if names := _verl_names(function):
+        sources = columns.get("data_source") or columns.get("datasource") or [""] * len(batch)
+        infos = columns.get("extra_info") or [{} for _ in labels]
+        given = (sources, responses, _truths(batch), infos)
+        return columns | dict(zip(names, given, strict=True))
+    if _takes_queries(function):
+        prompts, queries = list(batch.prompts), list(batch.queries)
+        given = {"queries": queries, "prompts": prompts, "labels": labels, "responses": responses}
+        return columns | given | {"columns": dict(columns)}
+    sources = list(batch.source_prompts or batch.prompts)
+    return {"labels": labels, **columns} | {
+        "prompts": sources,
         "completions": [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, batch.responses, strict=True)
+            for prompt, text in zip(sources, responses, strict=True)
         ],
         "completion_ids": [list(ids) for ids in batch.response_ids],
         "trainer_state": SimpleNamespace(global_step=batch.global_step, max_steps=batch.max_steps),
+        "log_metric": ({} if logs is None else logs).__setitem__,
+        "log_extra": ({} if noted is None else noted).__setitem__,
     }
 
 
-def _wants_completions(function: RewardFunction) -> bool:
-    """Return True for the Hugging Face shape: `f(**columns)` has it too."""
-    names = inspect.signature(function).parameters
-    return bool({"completions", "completion_ids"} & set(names)) or (
-        takes_any(function) and not _takes_queries(function)
-    )
+def _verl_names(function: RewardFunction) -> Sequence[str]:
+    """Return the names of verl's form, of one row or of lists; () of another form."""
+    parameters = inspect.signature(function).parameters
+    return next((names for names in (ROW_NAMES, LIST_NAMES) if names[1] in parameters), ())
 
 
 def _takes_queries(function: RewardFunction) -> bool:
-    signature = inspect.signature(function)
-    given = {name: None for name in OPTIONAL_ARGUMENTS if name in signature.parameters}
-    try:
-        signature.bind(None, None, None, **given)
-    except TypeError:
-        return False
-    return True
+    """Return True for `reward_func(queries, prompts, labels)`; `f(**columns)` is of Hugging Face's
+    form.
+    """
+    names = set(inspect.signature(function).parameters)
+    others = {*COMPLETION_NAMES, *_verl_names(function)}
+    return names.isdisjoint(others) and not names.isdisjoint(QUERY_NAMES)
+
+
+def _truths(batch: RewardBatch) -> list[object]:
+    """Return the labels; without `--label_key`, those of the column that verl's rows have."""
+    rows = batch.columns.get("reward_model", ())
+    if any(label != "" for label in batch.labels) or not rows:
+        return list(batch.labels)
+    return [row.get("ground_truth") if isinstance(row, Mapping) else None for row in rows]
+
+
+def _row(arguments: Mapping[str, object], index: int) -> dict[str, object]:
+    return {name: v[index] for name, v in arguments.items() if isinstance(v, list)}
+
+
+def _of_rows(
+    answers: Sequence[object], source: str
+) -> tuple[list[object], dict[str, object], dict[str, object]]:
+    """Return the numbers that a function returned for each row, and what stands beside `score`
+    where it returned dicts: numbers to be logged, and other values.
+    """
+    dicts = [answer if isinstance(answer, Mapping) else {"score": answer} for answer in answers]
+    for said in dicts:
+        if "score" not in said:
+            names = ", ".join(map(str, said))
+            raise RewardError(f"{source}: the dict has no 'score'; it has {names or 'nothing'}.")
+    numbers = [said["score"] for said in dicts]
+    names = dict.fromkeys(str(name) for said in dicts for name in said if name != "score")
+    beside = {name: [said.get(name) for said in dicts] for name in names}
+    logs = {k: v for k, v in beside.items() if all(isinstance(x, int | float | None) for x in v)}
+    return numbers, dict(logs), {k: v for k, v in beside.items() if k not in logs}
+
+
+def _unknown(part: Part, batch: RewardBatch) -> str:
+    """Return what is wrong with the arguments of a function; empty if it can be called."""
+    signature = inspect.signature(part.function)
+    known = _arguments(part.function, batch)
+    parameters = signature.parameters.values()
+    unknown = [
+        p.name
+        for p in parameters
+        if (p.kind in BY_NAME and p.name not in known and p.default is p.empty)
+        or (p.kind is p.POSITIONAL_ONLY)
+        or (p.kind is p.VAR_POSITIONAL and len(parameters) <= 2)  # all that is behind a decorator
+    ]
+    if not unknown:
+        return ""
+    columns = ", ".join(batch.columns) or "none"
+    return (
+        f"{part.source}{signature} cannot be called: unknown arguments: {', '.join(unknown)}. "
+        f"Arguments go by name. Known are {KNOWN}; and the columns of the rows: {columns}. Rename "
+        "them, or give them defaults."
+    )
+
+
+def _first_sample(function: RewardFunction, batch: RewardBatch) -> Iterator[tuple[str, object]]:
+    """Yield the arguments of a function that its code reads, of the first sample, and the others
+    that it is given as **columns.
+    """
+    parameters = inspect.signature(function).parameters
+    given = {
+        name: _first(values)
+        for name, values in accepted(function, _arguments(function, batch)).items()
+        if not callable(values)
+    }
+    for name in parameters:
+        if name in given and _reads(function, name):
+            yield name, given[name]
+    if others := {name: value for name, value in given.items() if name not in parameters}:
+        yield "**", others
+
+
+def _first(values: object) -> object:
+    """Return the first of a list, or of each list of a dict."""
+    if isinstance(values, dict):
+        return {name: _first(column) for name, column in values.items()}
+    return next(iter(values), None) if isinstance(values, list) else values
+
+
+def _reads(function: RewardFunction, name: str) -> bool:
+    """Return False if no line of a function has the argument of this name."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    found = (line.argval for line in dis.get_instructions(code)) if code else [name]
+    return any(name in value if isinstance(value, tuple) else name == value for value in found)

@@ -1,8 +1,9 @@
 """Rewards from HTTP servers: POST {query, prompts, labels, ids} returns {rewards, scores?,
 extra_logs?, ids?, models?}.
 
-Every batch is scored exactly once, by one of the servers, or ends in a RewardError. Tries are
-repeated after 5xx responses and broken connections only, at another server first.
+Every batch is scored exactly once, by one of the servers, or ends in a RewardError. After 429, 5xx
+and broken connections it is tried again, at another server first, until its time is over. What
+comes is bounded in bytes, as sent and unpacked, and in time.
 """
 
 import asyncio
@@ -11,9 +12,10 @@ import os
 import random
 import time
 import uuid
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 
@@ -26,12 +28,16 @@ from openrlhf.rewards.base import (
     RewardSource,
     checked_result,
 )
+from openrlhf.utils.logging import warn
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"  # sent as a bearer token where it is set
 MAX_TEXT_SHOWN = 200
-NUM_TRIES = 3  # of a request at each server
 MAX_IN_FLIGHT = 64  # requests for each server
-BACKOFF_S = 0.5  # before the second round of tries; doubles with each
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 15.0  # before the second try at a server; doubles with each
+WARN_EVERY_S = 60.0
+MAX_BYTES = 2**24  # of a response, as sent and unpacked
+UNPACKS = 32 + zlib.MAX_WBITS  # gzip or deflate, by its header
+ENVELOPE = ("ids", "models", "request_id", "truncated")  # of a response, beside a function's answer
 
 
 @dataclass(eq=False)
@@ -41,6 +47,24 @@ class Server:
     url: str
     num_in_flight: int = 0
     models: object = None  # name to hash, as its first response had them
+    warned_s: float = -WARN_EVERY_S  # when it was last said that it is away
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response, whole."""
+
+    status: int
+    content: bytes
+    headers: httpx.Headers
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a try may go better another time."""
+
+    problem: str
+    wait_s: float = 0.0  # that the server asks for
 
 
 class RemoteReward(RewardSource):
@@ -73,7 +97,11 @@ class RemoteReward(RewardSource):
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:
         body = body_of(batch)
-        headers = {"Content-Type": "application/json", "X-Request-Id": uuid.uuid4().hex}
+        headers = {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "gzip",
+            "X-Request-Id": uuid.uuid4().hex,
+        }
         async with self._places:  # the time limit begins when it is this request's turn
             server, answer = await self._tries(batch, body, headers)
         return result_of(answer, batch, server)
@@ -83,49 +111,75 @@ class RemoteReward(RewardSource):
 
     async def _tries(
         self, batch: RewardBatch, body: bytes, headers: dict[str, str]
-    ) -> tuple[Server, httpx.Response]:
-        """Try until there is a response, or until tries or time have ended."""
+    ) -> tuple[Server, Answer]:
+        """Try until there is a response, or until time has ended."""
         start_s = time.monotonic()
-        counts = dict.fromkeys(self._servers, 0)
-        problem = ""
-        for number in range(NUM_TRIES * len(counts)):
-            round_number, place = divmod(number, len(counts))
-            if place == 0 and round_number:  # all have failed; jitter keeps requests apart
-                longest_s = BACKOFF_S * 2 ** (round_number - 1)
-                await asyncio.sleep(random.uniform(0.5, 1.0) * longest_s)
-            left_s = self.timeout_s - (time.monotonic() - start_s)
-            if left_s <= 0:
-                break
-            server = min(counts, key=lambda s: (counts[s], s.num_in_flight))
-            counts[server] += 1
-            answer = await self._try(server, body, headers, left_s)
-            if isinstance(answer, httpx.Response):
-                return server, answer
-            problem = f"{server.url}: {answer}"
-        seconds = time.monotonic() - start_s
+        end_s = start_s + self.timeout_s
+        ready_s = dict.fromkeys(self._servers, start_s)  # when each may be tried
+        pauses_s = dict.fromkeys(self._servers, BACKOFF_S)
+        problem, num_tries = "", 0
+        while (now_s := time.monotonic()) < end_s:
+            server = min(ready_s, key=lambda s: (max(ready_s[s], now_s), s.num_in_flight))
+            if ready_s[server] > now_s:
+                await asyncio.sleep(min(ready_s[server], end_s) - now_s)
+                continue
+            num_tries += 1
+            found = await self._try(server, body, headers, end_s - now_s)
+            if isinstance(found, Answer):
+                return server, found
+            self._warn(server, found.problem)
+            problem = f"{server.url}: {found.problem}"
+            pause_s = random.uniform(0.5, 1.0) * pauses_s[server]  # keeps requests apart
+            pauses_s[server] = min(2 * pauses_s[server], MAX_BACKOFF_S)
+            ready_s[server] = time.monotonic() + max(pause_s, found.wait_s)
         raise RewardError(
-            f"{self.name}: no rewards for {batch.names()} after {sum(counts.values())} tries in "
-            f"{seconds:.1f} s (--reward_timeout_s {self.timeout_s:g}): {problem}"
+            f"{self.name}: no rewards for {batch.names()} after {num_tries} tries in "
+            f"{time.monotonic() - start_s:.1f} s (--reward_timeout_s {self.timeout_s:g}): {problem}"
         )
+
+    def _warn(self, server: Server, problem: str) -> None:
+        """Say that a server is away, now and then."""
+        if time.monotonic() - server.warned_s > WARN_EVERY_S:
+            server.warned_s = time.monotonic()
+            limit = f"--reward_timeout_s {self.timeout_s:g}"
+            warn(f"{server.url}: {problem}. It is tried again until {limit} is over.")
 
     async def _try(
         self, server: Server, body: bytes, headers: dict[str, str], left_s: float
-    ) -> httpx.Response | str:
+    ) -> Answer | Failure:
         """Return the response, or what happened where another try may go better."""
         timeout_s = min(self.try_timeout_s, left_s)
-        request = self._client.post(server.url, content=body, headers=headers)
         server.num_in_flight += 1
         try:
-            answer = await asyncio.wait_for(request, timeout_s)
+            answer = await asyncio.wait_for(self._post(server.url, body, headers), timeout_s)
         except TimeoutError:
-            return f"no answer in {timeout_s:.1f} s"
+            return Failure(f"no answer in {timeout_s:.1f} s")
         except httpx.RequestError as error:
-            return f"{type(error).__name__} {error}".strip()
+            return Failure(f"{type(error).__name__} {error}".strip())
         finally:
             server.num_in_flight -= 1
-        if answer.status_code >= 500:
-            return f"answered {answer.status_code}: {start_of(answer.content)}"
+        if answer.status == 429 or answer.status >= 500:
+            wait = answer.headers.get("retry-after", "")
+            problem = f"answered {answer.status}: {start_of(answer.content)}"
+            return Failure(problem, float(wait) if wait.isdecimal() else 0.0)
         return answer
+
+    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> Answer:
+        """Return the response of a server; raise RewardError for more bytes than may be."""
+        content = bytearray()
+        async with self._client.stream("POST", url, content=body, headers=headers) as response:
+            async for piece in response.aiter_raw():
+                content += piece
+                if len(content) > MAX_BYTES:
+                    break
+        unpacked = bytes(content)
+        is_packed = response.headers.get("content-encoding", "identity") != "identity"
+        if is_packed and len(content) <= MAX_BYTES:
+            unpacked = _unpacked(url, unpacked)
+        if len(unpacked) > MAX_BYTES:
+            most = MAX_BYTES // 2**20
+            raise RewardError(f"{url}: the answer is larger than {most} MiB. Send rewards alone.")
+        return Answer(response.status_code, unpacked, response.headers)
 
 
 def _host_of(url: str) -> str:
@@ -138,6 +192,16 @@ def _host_of(url: str) -> str:
     return parts.hostname
 
 
+def _unpacked(url: str, content: bytes) -> bytes:
+    """Return the unpacked bytes of a response, at most one more than may be."""
+    try:
+        return zlib.decompressobj(UNPACKS).decompress(content, MAX_BYTES + 1)
+    except zlib.error as error:
+        raise RewardError(
+            f"{url}: the answer is compressed, and not as gzip: {error}. Send it as it is."
+        ) from error
+
+
 def body_of(batch: RewardBatch) -> bytes:
     """Return the body of a request; labels that JSON cannot hold, such as dates, become text."""
     parts = {"query": batch.queries, "prompts": batch.prompts, "labels": batch.labels}
@@ -147,11 +211,16 @@ def body_of(batch: RewardBatch) -> bytes:
     return json.dumps(lists, default=str).encode()
 
 
-def result_of(answer: httpx.Response, batch: RewardBatch, server: Server) -> RewardResult:
+def result_of(answer: Answer, batch: RewardBatch, server: Server) -> RewardResult:
     """Return the rewards in a response; raises RewardError for any other."""
     url, content, names = server.url, answer.content, batch.names()
-    if answer.status_code != 200:
-        status = answer.status_code
+    if target := answer.headers.get("location", "") if 300 <= answer.status < 400 else "":
+        raise RewardError(
+            f"{url}: answered {answer.status} for {names}: it redirects to "
+            f"{urljoin(url, target)!r:.{MAX_TEXT_SHOWN}}. Type that address as --remote_rm_url."
+        )
+    if answer.status != 200:
+        status = answer.status
         raise RewardError(f"{url}: answered {status} for {names}: {start_of(content)}")
     fields = None
     with suppress(ValueError, RecursionError):
@@ -174,7 +243,8 @@ def result_of(answer: httpx.Response, batch: RewardBatch, server: Server) -> Rew
             f"it was {server.models!s:.{MAX_TEXT_SHOWN}}. Serve that one again, or end this run "
             "and begin another: rewards of two models are not comparable."
         )
-    return checked_result(fields, batch=batch, source=url)
+    rewards = {name: value for name, value in fields.items() if name not in ENVELOPE}
+    return checked_result(rewards, batch=batch, source=url)
 
 
 def start_of(content: bytes) -> str:

@@ -1,8 +1,7 @@
 """Reward functions in worker processes: in parallel, off this process, each call with limits.
 
-A worker that hangs or dies is killed and replaced; its call ends in a RewardError. A reply is a
-line that begins with the token of its call, so that nothing else that user code or its children
-write is taken for a reward. Replies are JSON: a model's code may have run in there.
+A worker that hangs or dies is killed and replaced; its call ends in a RewardError. A reply has the
+token of its call, so that nothing else that user code or its children write is taken for a reward.
 
 `python -m openrlhf.rewards.workers SOCKET FILES WEIGHTS MEMORY_BYTES PARENT` is a worker.
 """
@@ -19,21 +18,27 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.rewards.base import RewardBatch, RewardResult, RewardSource, checked_result
+from openrlhf.rewards.base import (
+    RewardBatch,
+    RewardResult,
+    RewardSource,
+    Shown,
+    checked_result,
+)
 from openrlhf.rewards.function import UserFunctions
 from openrlhf.utils.processes import die_with_parent, kill_tree, limit_memory
+from openrlhf.utils.worker_process import MAX_LINE_BYTES, marked_line, next_message
 
 MIN_WORKERS, MAX_WORKERS = 4, 16
 LOAD_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as loading a model
 DUMP_S = 0.1  # for a hanging worker to write its stack
 DUMP_SIGNAL = signal.SIGUSR1
 MAX_LOG_BYTES = 64 * 2**20  # of what a worker printed; as much again is kept beside it
-MAX_REPLY_BYTES = 2**30
 GIB = 2**30
 NO_SAMPLES = RewardBatch([], [], [], [])
 
@@ -70,7 +75,7 @@ class FunctionPool(RewardSource):
         for worker in reversed(self.workers):
             self._idle.put_nowait(worker)
         try:
-            self._thread.run(self.score_part(NO_SAMPLES))
+            self._thread.run(self._ask("load", NO_SAMPLES))
         except ConfigError:
             self.close()
             raise
@@ -79,10 +84,25 @@ class FunctionPool(RewardSource):
     def has_capacity(self) -> bool:
         return not self._idle.empty()
 
+    def check(self, columns: Sequence[str]) -> None:
+        self._thread.run(self._ask("check", RewardBatch.of_columns(columns)))
+
+    async def shown(self, batch: RewardBatch) -> Shown:
+        asked = asyncio.run_coroutine_threadsafe(self._ask("shown", batch), self._thread.loop)
+        found: Shown = await asyncio.wrap_future(asked)
+        return found
+
     async def score_part(self, batch: RewardBatch) -> RewardResult:
+        reply = await self._ask("answer", batch)
+        unread = reply.pop("unread", [])
+        result = checked_result(reply, batch=batch, source=self.name, may_lack=True)
+        return replace(result, unread=[str(key) for key in unread])
+
+    async def _ask(self, method: str, batch: RewardBatch) -> Any:
+        """Return what a method of UserFunctions returns in a worker."""
         worker = await self._idle.get()
         try:
-            return await worker.score(batch)
+            return await worker.ask(method, batch)
         finally:
             self._idle.put_nowait(worker)
 
@@ -100,27 +120,24 @@ class Worker:
         self._log_hint = f" See {log_path}." if log_path else ""
         self.process: asyncio.subprocess.Process | None = None
 
-    async def score(self, batch: RewardBatch) -> RewardResult:
-        """Score a batch; raises RewardError when the worker ended or did not reply in time, and
-        ConfigError when the file cannot be loaded.
+    async def ask(self, method: str, batch: RewardBatch) -> Any:
+        """Return what a method of UserFunctions returns for a batch; raises RewardError when the
+        worker ended or did not reply in time, and ConfigError when the file cannot be loaded or
+        used.
         """
         if self.process is None or self.process.returncode is not None:
             await self._start()
-        if not len(batch):
-            return RewardResult([])
         _rotate(self.log_path)
         try:
-            reply = await self._ask(batch, self.pool.timeout_s, " (--reward_timeout_s)")
-        except (EOFError, TimeoutError) as error:
+            reply = await self._ask(method, batch, self.pool.timeout_s, " (--reward_timeout_s)")
+        except (EOFError, TimeoutError, ValueError) as error:
             raise RewardError(
                 f"{self.path}: the reward function {error} while it scored {batch.names()}. "
                 f"Its worker was replaced.{self._log_hint}"
             ) from error
-        if reply.pop("is_full", False):
+        if "is_full" in reply:
             await self.kill()
-        if "error" in reply:
-            raise RewardError(reply["error"]).in_user_code(reply["user_traceback"])
-        return checked_result(reply, batch=batch, source=self.path)
+        return _answer_of(reply)
 
     async def kill(self) -> None:
         """End the process and what it started."""
@@ -140,7 +157,7 @@ class Worker:
             loaded = (self.path, self.pool.weights)
             words = map(str, (theirs.fileno(), *loaded, self.pool.memory_bytes, os.getpid()))
             self._reader, self._writer = await asyncio.open_unix_connection(
-                sock=ours, limit=MAX_REPLY_BYTES
+                sock=ours, limit=MAX_LINE_BYTES
             )
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-u", "-m", "openrlhf.rewards.workers", *words),
@@ -152,20 +169,23 @@ class Worker:
                 start_new_session=True,  # what it starts ends with it
             )
         try:
-            reply = await self._ask(NO_SAMPLES, LOAD_TIMEOUT_S)
-        except (EOFError, TimeoutError) as error:
+            reply = await self._ask("load", NO_SAMPLES, LOAD_TIMEOUT_S)
+        except (EOFError, TimeoutError, ValueError) as error:
             raise ConfigError(
                 f"{self.path}: the file {error} while it was imported.{self._log_hint}"
             ) from error
-        if "problems" in reply:
-            raise ConfigError(reply["problems"]).in_user_code(reply["user_traceback"])
+        _answer_of(reply)
 
-    async def _ask(self, batch: RewardBatch, limit_s: float, flag: str = "") -> dict[str, Any]:
-        """Return the reply to a batch; else end the process and raise EOFError or TimeoutError."""
+    async def _ask(
+        self, method: str, batch: RewardBatch, limit_s: float, flag: str = ""
+    ) -> dict[str, Any]:
+        """Return the reply to a batch; else end the process and raise EOFError, TimeoutError or
+        ValueError.
+        """
         assert self.process is not None, "it was started"
         token = secrets.token_hex(16)
-        self._writer.write(pickle.dumps((token, batch)))
-        reply = asyncio.ensure_future(self._reply(token.encode()))
+        self._writer.write(pickle.dumps((token, method, batch)))
+        reply = asyncio.ensure_future(self._reply(token))
         ended = asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait({reply, ended}, timeout=limit_s, return_when="FIRST_COMPLETED")
@@ -185,14 +205,21 @@ class Worker:
             reply.cancel()
             ended.cancel()
 
-    async def _reply(self, token: bytes) -> dict[str, Any]:
+    async def _reply(self, token: str) -> dict[str, Any]:
         """Return the reply that has the token; wait for ever when the connection was closed."""
-        with suppress(ConnectionError):  # of a process that was killed
-            while line := await self._reader.readline():
-                if line.startswith(token):
-                    found: dict[str, Any] = json.loads(line.removeprefix(token))
-                    return found
-        return await asyncio.get_running_loop().create_future()
+        found = await next_message(self._reader, token)
+        if found is None:
+            await asyncio.get_running_loop().create_future()
+        return found or {}
+
+
+def _answer_of(reply: dict[str, Any]) -> Any:
+    """Return what a worker returned, or raise its error."""
+    if "problems" in reply:
+        raise ConfigError(reply["problems"]).in_user_code(reply["user_traceback"])
+    if "error" in reply:
+        raise RewardError(reply["error"]).in_user_code(reply["user_traceback"])
+    return reply.get("answer")
 
 
 def _rotate(path: Path) -> None:
@@ -206,8 +233,8 @@ def _rotate(path: Path) -> None:
 
 
 def main(number: str, path: str, weights: str, memory_bytes: str, parent: str) -> None:
-    """Load the functions with the first batch, which is empty; score the others until the pool
-    hangs up.
+    """Load the functions when they are first asked; call what is asked for until the pool hangs
+    up.
     """
     die_with_parent(int(parent))
     limit_memory(int(memory_bytes))
@@ -216,15 +243,17 @@ def main(number: str, path: str, weights: str, memory_bytes: str, parent: str) -
     own_pid = os.getpid()
     connection = socket.socket(fileno=int(number))
     batches = connection.makefile("rb")
-    function: UserFunctions | None = None
+    functions: UserFunctions | None = None
     while True:
         try:
-            token, batch = pickle.load(batches)  # from the parent
+            token, method, batch = pickle.load(batches)  # from the parent
         except EOFError:
             return
+        reply: dict[str, Any] = {}
         try:
-            function = function or UserFunctions.load(path, json.loads(weights))
-            reply = asdict(function.answer(batch)) if len(batch) else {}
+            functions = functions or UserFunctions.load(path, json.loads(weights))
+            if method != "load":
+                reply = {"answer": getattr(functions, method)(batch)}
         except ConfigError as error:
             reply = {"problems": error.problems, "user_traceback": error.user_traceback}
         except RewardError as error:
@@ -234,8 +263,7 @@ def main(number: str, path: str, weights: str, memory_bytes: str, parent: str) -
         if os.getpid() != own_pid:  # a copy that the function forked: it has no say
             os._exit(0)
         connection.settimeout(None)  # whatever default the user's code has set
-        # Half a line of somebody else may stand before it.
-        connection.sendall(f"\n{token}{json.dumps(reply)}\n".encode())
+        connection.sendall(marked_line(token, reply))
 
 
 if __name__ == "__main__":

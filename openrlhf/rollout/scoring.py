@@ -12,12 +12,21 @@ from functools import partial
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import RewardError
-from openrlhf.rewards.base import TRUNCATED_COLUMN, RewardBatch, RewardResult, RewardSource
+from openrlhf.rewards.base import (
+    TRUNCATED_COLUMN,
+    RewardBatch,
+    RewardResult,
+    RewardSource,
+    Shown,
+)
+from openrlhf.utils.logging import notice, warn, warn_once
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.samples import printable
 
 NUM_RETRIES = 3  # of plain "retry"
 MAX_RETRY_WAIT_S = 30.0
+LABEL_NAMES = ("labels", "ground_truth", "ground_truths")  # arguments of reward functions
 
 Group = Sequence[Rollout]
 Outcome = list[Rollout] | RewardError
@@ -97,7 +106,9 @@ class GroupScorer:
             asyncio.get_running_loop().call_soon(self._send)  # when no other group is at hand
 
     async def score(self, group: Group, metrics: Metrics) -> list[Rollout]:
-        """Return the scored rollouts of a group; raises RewardError after its retries."""
+        """Return the scored rollouts of a group, without those that no reward applies to; raises
+        RewardError after its retries.
+        """
         if self.scorer is None:
             return list(group)
         self.num_unscored += 1
@@ -105,6 +116,8 @@ class GroupScorer:
             scored = await self._scored(Asked(group), metrics)
         finally:
             self.num_unscored -= 1
+        if num_left_out := len(group) - len(scored):
+            metrics.add("num_unscored_samples", num_left_out, reduction="sum")
         add_score_metrics(scored, metrics)
         return scored
 
@@ -125,8 +138,8 @@ class GroupScorer:
             outcome = await self._start([Asked(group)])  # another one may have failed them all
             if isinstance(outcome, RewardError):
                 raise outcome
-        wanted = [rollout.sample_id for rollout in group]
-        assert [rollout.sample_id for rollout in outcome] == wanted, "samples were lost"
+        wanted = {rollout.sample_id for rollout in group}
+        assert wanted.issuperset(r.sample_id for r in outcome), "these are samples of others"
         return outcome
 
     def _send(self) -> None:
@@ -171,6 +184,10 @@ class GroupScorer:
     def _receive(self, batch: "list[Asked]", answer: asyncio.Future[list[Outcome]]) -> None:
         assert self.scorer is not None
         self._num_sent -= 1
+        if answer.cancelled():  # the source was closed
+            for asked in batch:
+                asked.outcome.cancel()
+            return
         error = answer.exception()
         for k, asked in enumerate(batch):
             asked.shares_batch = len(batch) > 1 and self.scorer.batch_size is not None
@@ -200,6 +217,7 @@ class SourceScorer(Scorer):
         self.source = source
         self.batch_size = batch_size
         self.max_steps = max_steps
+        self._has_shown = False
 
     @property
     def has_capacity(self) -> bool:
@@ -208,12 +226,35 @@ class SourceScorer(Scorer):
 
     async def score(self, groups: Sequence[Group]) -> list[Outcome]:
         """Return one outcome a group; an error of a batch is that of all its groups."""
-        batch = texts_of([r for group in groups for r in group])
+        rollouts = [r for group in groups for r in group]
+        batch = replace(texts_of(rollouts), max_steps=self.max_steps)
         try:
-            result = await self.source.score(replace(batch, max_steps=self.max_steps))
+            if not self._has_shown:
+                self._has_shown = True
+                say_arguments(await self.source.shown(batch), batch)
+            result = await self.source.score(batch)
         except RewardError as error:
             return [error for _ in groups]
-        return _scored_groups(groups, result)
+        if result.unread:
+            warn_once(
+                f"{self.source.name}: keys of the answer that are not read: "
+                f"{', '.join(result.unread)}. Numbers that are to be logged go into extra_logs."
+            )
+        return _scored_groups(groups, result, self.source.name)
+
+
+def say_arguments(shown: Shown, batch: RewardBatch) -> None:
+    """Print what functions are given of a sample; warn where one reads labels that are empty."""
+    for function, arguments in shown.items():
+        lines = [f"  {name}: {printable(value)}" for name, value in arguments.items()]
+        if lines:
+            notice("\n".join([f"arguments of {function} for {batch.name_of(0)}", *lines]))
+        read = [name for name in LABEL_NAMES if name in arguments]
+        if any(arguments[name] == "''" for name in read) and not any(batch.labels):
+            warn(
+                f"{function} reads {read[0]}, and every label is empty. Name their column with "
+                f"--label_key: {', '.join(batch.columns)}."
+            )
 
 
 def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
@@ -236,7 +277,8 @@ def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
     )
 
 
-def _scored_groups(groups: Sequence[Group], result: RewardResult) -> list[Outcome]:
+def _scored_groups(groups: Sequence[Group], result: RewardResult, source: str) -> list[Outcome]:
+    """Return the samples of each group that have a reward, or an error where none has."""
     rewards = iter(result.rewards)
     scores = iter(result.scores or [None] * len(result.rewards))
     logs = {name: iter(column) for name, column in result.extra_logs.items()}
@@ -255,7 +297,16 @@ def _scored_groups(groups: Sequence[Group], result: RewardResult) -> list[Outcom
             reward_parts={name: v for name, v in shares.items() if v is not None},
         )
 
-    return [[scored(rollout) for rollout in group] for group in groups]
+    outcomes: list[Outcome] = []
+    for group in groups:
+        kept = [r for r in map(scored, group) if r.reward is not None]
+        names = ", ".join(rollout.sample_id for rollout in group)
+        nothing = RewardError(
+            f"{source}: no reward function applies to any sample of a prompt ({names}): all "
+            "returned None. Return a number for one of them at least."
+        )
+        outcomes.append(kept or nothing)
+    return outcomes
 
 
 def check_scores(rollouts: Sequence[Rollout]) -> None:

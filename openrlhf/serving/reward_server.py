@@ -1,7 +1,8 @@
 """serve_rm: reward models behind HTTP. POST /get_reward, GET /health, GET /ready.
 
-Who may ask is decided from the headers, before a byte of the body is read. Whatever is refused is a
-JSON object {error, field, request_id}; nothing that was sent is logged.
+Who may ask is decided from the headers, before a byte of the body is read; who does not send them
+in time, or holds many connections, is hung up on. Whatever is refused is a JSON object {error,
+field, request_id}; nothing that was sent is logged.
 
 A text is tokenised as it is: special tokens spelled in it are special tokens, since it went through
 a chat template where it was made; nothing is put at its end. The score is read at its last token.
@@ -19,15 +20,18 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import torch
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
 from openrlhf.config.serving import ServeRewardConfig, ServerLimitsConfig, is_loopback
 from openrlhf.errors import ConfigError, RewardError, first_line
@@ -317,7 +321,9 @@ class RewardService:
 
 def build_app(service: RewardService, token: str | None) -> FastAPI:
     """Return the application; `token` None lets everybody in."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    # A page of another host, which a browser was sent to by name, must not ask without a token.
+    checks = [Depends(check_host)] if token is None else []
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=checks)
     limits = service.limits
 
     @app.post("/get_reward")
@@ -358,6 +364,14 @@ def build_app(service: RewardService, token: str | None) -> FastAPI:
         return reply(request, error.status_code, content)
 
     return app
+
+
+async def check_host(request: Request) -> None:
+    """Refuse a request to a name that is not this machine's own."""
+    host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    if not is_loopback(host):
+        problem = f"{host[:64]!r} is not 127.0.0.1, localhost or ::1. Use one, or set a token"
+        raise refused(400, problem, "host")
 
 
 def check_headers(request: Request, token: str | None) -> None:
@@ -430,11 +444,54 @@ def read_models(config: ServeRewardConfig) -> list[ServedModel]:
     return [ServedModel(config, path, name) for path, name in named]
 
 
+class GuardedProtocol(H11Protocol):
+    """HTTP whose headers must come in time, for a bounded number of connections of an address."""
+
+    def __init__(self, *args: Any, limits: ServerLimitsConfig, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.limits = limits
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_header()
+        address = _address_of(self)
+        num_of_address = sum(_address_of(other) == address for other in self.connections)
+        if num_of_address > self.limits.max_connections_per_address:
+            transport.write(b"HTTP/1.1 503 \r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n")
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._expect_header()
+        else:
+            self._header_is_there()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._header_is_there()
+        super().connection_lost(exc)
+
+    def _expect_header(self) -> None:
+        if self._deadline is None:
+            limit_s = self.limits.receive_timeout_s
+            self._deadline = self.loop.call_later(limit_s, self.transport.abort)
+
+    def _header_is_there(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def _address_of(connection: Any) -> str:
+    return connection.client[0] if connection.client else ""
+
+
 def uvicorn_config(app: FastAPI, limits: ServerLimitsConfig) -> uvicorn.Config:
     """Return HTTP without an access log, trusted proxies or a word about the software."""
     return uvicorn.Config(
         app,
-        http="h11",
+        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
         access_log=False,
         log_config=None,
         log_level="critical",

@@ -100,15 +100,22 @@ def try_rewards(
     same, has_failed = list[str](), False
     for index, other in enumerate(others):
         words = (labels[index], other) if labels[index] else WITHOUT_LABEL
-        group, outcome = asyncio.run(_scored(scorer, inputs, index, [w for w in words if w]))
+        try:
+            group, outcome = asyncio.run(_scored(scorer, inputs, index, [w for w in words if w]))
+        except ConfigError as error:  # its functions cannot be called
+            gathered.note(error)
+            return
         if isinstance(outcome, RewardError):
             gathered.note(outcome, about=f"{inputs.prompts.place(index)}: ")
             has_failed = True
             continue
         notice(f"\nreward of {inputs.prompts.place(index)}, label {near[index].label!r}")
-        for sample, response in zip(outcome, group, strict=True):
-            notice(f"  response {shortened(response.plain_response)!r}: {sample.reward:g}")
-        if labels[index] and other and len({sample.reward for sample in outcome}) == 1:
+        rewards = {sample.sample_id: sample.reward for sample in outcome}
+        for response in group:
+            reward = rewards.get(response.sample_id)
+            number = "none" if reward is None else f"{reward:g}"
+            notice(f"  response {shortened(response.plain_response)!r}: {number}")
+        if labels[index] and other and len(set(rewards.values())) == 1:
             same.append(inputs.prompts.place(index))
     if same and inputs.reward_source is not None and not has_failed:
         told = f"a row's own label earns no more than another row's: {'; '.join(same)}. Look "

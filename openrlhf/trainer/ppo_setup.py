@@ -25,7 +25,7 @@ from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.loading import check_value_model, load_config, read_configs
 from openrlhf.models.support import check_engine_split, num_positions
 from openrlhf.models.value_head import reward_mean_and_std
-from openrlhf.rewards.base import RewardSource
+from openrlhf.rewards.base import TRUNCATED_COLUMN, RewardSource
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rewards.workers import FunctionPool
 from openrlhf.rollout.agents.worker import load_agent
@@ -106,6 +106,9 @@ def gather_inputs(
     log_dir = None if gathered.problems else run_dir / "logs"  # a refused run leaves no folder
     open_source = partial(open_reward_source, config, log_dir=log_dir)
     source = reward_source or gathered.attempt(open_source)
+    for data in filter(None, (prompts, eval_prompts)):
+        if source is not None:
+            gathered.attempt(partial(source.check, [TRUNCATED_COLUMN, *data[0].columns]))
     if policy is None or tokenizer is None or prompts is None:
         if source is not None:
             source.close()

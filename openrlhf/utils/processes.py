@@ -20,17 +20,25 @@ LEAVE_S = 2.0  # for the others to end by themselves
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process that leads a session, its session, and its children wherever they went."""
+    """Kill a process that leads a session, its session, and its children wherever they went; this
+    process itself at last.
+    """
     import psutil  # noqa: PLC0415 - the program does without
 
     children: list[psutil.Process] = []
     with suppress(psutil.Error):
         children = psutil.Process(pid).children(recursive=True)
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    if pid != os.getpid():
+        _kill_session(pid)
     for child in children:
         with suppress(psutil.Error):
             child.kill()
+    _kill_session(pid)
+
+
+def _kill_session(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def die_with_parent(parent: int) -> None:

@@ -56,9 +56,6 @@ PPO_PROBLEMS = [
     ("--rollout_batch_size 16 --n_samples_per_prompt 4 --train_batch_size 128",
      "--train_batch_size 128 is more than the 64 samples of a step (--rollout_batch_size 16 x "
      "--n_samples_per_prompt 4). Type --train_batch_size 64 or --rollout_batch_size 32."),
-    ("--remote_rm_url a.py:f,b.py --reward_weights 1,0.2,3",
-     "--reward_weights has 3 values for 2 functions of --remote_rm_url. Type one weight for each "
-     "function."),
     ("--remote_rm_url a.py:f,http://h:1/r",
      "--remote_rm_url a.py:f,http://h:1/r names functions and servers. Name functions alone: one "
      "of them can ask a server."),

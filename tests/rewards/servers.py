@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = tuple[int, bytes]
+Answer = tuple[Any, ...]  # status, body, and headers if there are any
 Behaviour = Callable[["RewardServer", dict[str, Any]], Answer | None]
 
 
@@ -26,6 +26,7 @@ class RewardServer:
     """A server on a free loopback port; a behaviour that answers None hangs up."""
 
     behaviour: Behaviour = lengths
+    port: int = 0  # 0: a free one
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_now: int = 0
@@ -52,11 +53,17 @@ class RewardServer:
                 if answer is None:
                     self.close_connection = True
                     return
-                status, content = answer
+                status, content, *headers = answer
+                named = headers[0] if headers else {}
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
+                for header in named.items():
+                    self.send_header(*header)
                 self.end_headers()
-                self.wfile.write(content)
+                for byte in content if "Drip" in named else ():  # one after the other
+                    server.stopping.wait(float(named["Drip"]))
+                    self.wfile.write(bytes([byte]))
+                self.wfile.write(b"" if "Drip" in named else content)
 
             def log_message(self, *args: object) -> None: ...
 
@@ -66,7 +73,7 @@ class RewardServer:
 
             def handle_error(self, *args: object) -> None: ...
 
-        self.http = Server(("127.0.0.1", 0), Handler)
+        self.http = Server(("127.0.0.1", self.port), Handler)
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
         return self

@@ -106,7 +106,6 @@ def test_batches_may_log_different_things():
         ("x = 1", "has no reward_func; found: nothing public"),
         ("def a(): ...\ndef b(): ...", "has no reward_func; found: a, b"),
         ("reward_func = 3", "reward_func is a int, not a function"),
-        ("def reward_func(a): ...", r"reward_func\(a\) cannot be called"),
         (
             "def f(**columns): ...\nreward_funcs = [f]\nreward_weights = [1, 2]",
             "has 2 numbers for 1",
@@ -203,7 +202,126 @@ def test_a_callable_scores_in_this_process_and_may_hold_anything():
     failing = CallableReward(lambda queries, prompts, labels: [1 / 0])
     with pytest.raises(RewardError, match=r"test_function\.py:\d+: ZeroDivisionError"):
         failing.submit(batch_of(1)).result(timeout=10)
+    unknown = CallableReward(lambda a: [1.0])
     with pytest.raises(ConfigError, match=r"test_function\.py:\d+: <lambda>\(a\) cannot be called"):
-        CallableReward(lambda a: [1.0])
-    for one in (source, failing):
+        unknown.check(["answer"])
+    for one in (source, failing, unknown):
         one.close()
+
+
+VERL_ROW = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    assert kwargs["level"] == extra_info["level"], kwargs
+    is_right = data_source == "gsm8k" and ground_truth in solution_str
+    return {"score": float(is_right), "acc": is_right, "pred": solution_str}
+"""
+VERL_LISTS = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):
+    return [float(g in s) for s, g in zip(solution_strs, ground_truths, strict=True)]
+"""
+QUERIES = """
+def reward_func(queries, labels, prompts):
+    return [float(q[len(p):].startswith(l)) for q, l, p in zip(queries, labels, prompts)]
+"""
+COLUMN = """
+def reward_func(queries, prompts, labels, level, **kwargs):
+    assert set(kwargs) == {"responses", "columns", "data_source", "extra_info", "is_truncated"}
+    return [float(n) for n in level]
+"""
+
+
+def verl_batch(labels=("5", "6")) -> RewardBatch:
+    columns = {
+        "data_source": ["gsm8k"] * 2,
+        "level": [1, 2],
+        "extra_info": [{"level": 1}, {"level": 2}],
+        "is_truncated": [False] * 2,
+    }
+    answers, queries = ["5, I think", "5"], ["2+3=5, I think<|end|>", "2+4=5<|end|>"]
+    return RewardBatch(queries, ["2+3=", "2+4="], answers, list(labels), columns)
+
+
+@pytest.mark.parametrize(
+    ("code", "rewards"),
+    [(VERL_ROW, [1, 0]), (VERL_LISTS, [1, 0]), (QUERIES, [1, 0]), (COLUMN, [1, 2])],
+    ids=["a row of verl", "lists of verl", "another order", "a column"],
+)
+def test_arguments_go_by_name_in_the_forms_of_three_libraries(tmp_path, code, rewards):
+    result = reward_from(tmp_path, code.lstrip()).answer(verl_batch())
+    assert result.rewards == rewards
+    if code is VERL_ROW:
+        assert result.extra_logs == {"acc": [1, 0]}
+        assert result.extra_columns == {"pred": ["5, I think", "5"]}
+
+
+def test_truths_of_verls_rows_are_read_without_a_label_key(tmp_path):
+    batch = verl_batch(labels=("", ""))
+    truths = [{"ground_truth": "5", "style": "rule"}, {"ground_truth": "7", "style": "rule"}]
+    batch.columns["reward_model"] = truths  # type: ignore[index]
+    assert reward_from(tmp_path, VERL_LISTS).answer(batch).rewards == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("signature", "unknown"),
+    [
+        ("(prompts, outputs, answers)", "outputs, answers"),
+        ("(completions, solution, **columns)", "solution"),
+        ("(queries, prompts, labels, /)", "queries, prompts, labels"),
+        ("(*args, **kwargs)", "args"),
+        ("(data_source, solution_str, truth)", "truth"),
+    ],
+)
+def test_an_argument_of_no_known_name_is_refused_and_the_columns_are_named(
+    tmp_path, signature, unknown
+):
+    found = reward_from(tmp_path, f"def my_reward{signature}:\n    return [1.0]")
+    with pytest.raises(ConfigError) as caught:
+        found.answer(batch_of(1, answer=["5"], level=[1]))
+    [problem] = caught.value.problems
+    assert f"my_reward.py:1: my_reward{signature} cannot be called: unknown arg" in problem
+    assert f"arguments: {unknown}. Arguments go by name. Known are queries, prompts" in problem
+    assert "and the columns of the rows: answer, level. Rename them" in problem
+    with pytest.raises(ConfigError, match="columns of the rows: question"):
+        found.check(RewardBatch.of_columns(["question"]))
+
+
+def test_what_a_function_reads_of_the_first_sample_is_shown_in_short(tmp_path):
+    code = """
+        def reward_func(queries, prompts, labels, columns, responses=None, other=3):
+            return [float(len(c)) for c in (queries, labels, columns) if responses]
+    """
+    batch = batch_of(2, answer=["5" * 500, "6"])
+    [(name, shown)] = reward_from(tmp_path, code).shown(batch).items()
+    assert name == "my_reward" and set(shown) == {"queries", "labels", "columns", "responses"}
+    assert shown["queries"] == "'p0r0'" and shown["labels"] == "'0'"
+    assert shown["columns"].startswith("{'answer': '5555") and len(shown["columns"]) < 200
+    trl = "def f(completions, **kwargs):\n    return [1.0 for c in completions]"
+    shown = reward_from(tmp_path, trl).shown(batch)["f"]
+    assert shown["completions"] == "'r0'" and "'labels': '0'" in shown["**"]
+
+
+def test_samples_that_no_function_applies_to_have_no_reward(tmp_path):
+    code = "def f(completions, **columns):\n    return [1.0, None]"
+    result = reward_from(tmp_path, code).answer(batch_of(2))
+    assert result.rewards == [1.0, None]
+
+
+@pytest.mark.parametrize(("key", "meant"), [("score", "scores"), ("Extra_Log", "extra_logs")])
+def test_a_key_that_is_nearly_right_is_refused_and_another_is_noted(tmp_path, key, meant):
+    answer = f"{{'rewards': [1.0], 'ms': 3, '{key}': [1.0]}}"
+    with pytest.raises(RewardError, match=f"the answer has the key '{key}'. Write '{meant}'"):
+        answering(tmp_path, answer).answer(batch_of(1))
+    assert answering(tmp_path, "{'rewards': [1.0], 'ms': 3}").answer(batch_of(1)).unread == ["ms"]
+
+
+def test_weights_are_those_of_places_or_of_functions(files):
+    task, style = files
+    batch = batch_of(3)
+    assert UserFunctions.load(style, [2.0, 0.5]).answer(batch).rewards[0] == 2 * 0.5 + 5 * 2.0
+    assert UserFunctions.load(style, [2.0]).answer(batch).rewards[0] == 2 * (0.5 + 10 * 2.0)
+    with pytest.raises(ConfigError) as caught:
+        UserFunctions.load(f"{task}:exact,{style}", [1.0])
+    assert str(caught.value) == (
+        "--reward_weights has 1 values for the 3 functions of --remote_rm_url: exact, short, "
+        "long. Type one weight for each function."
+    )

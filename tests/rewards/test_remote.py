@@ -1,6 +1,8 @@
 """The client of reward servers: one answer for every query, or an error with sample and server."""
 
+import gzip
 import json
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -100,27 +102,102 @@ def test_nonsense_is_an_error_at_once_that_names_sample_and_server(
     assert len(server.requests) == 1
 
 
-def test_a_server_error_is_tried_three_times_with_one_request_id() -> None:
-    with in_turn((500, b"a"), (503, b"b")) as server:
+BUSY = (429, b"busy", {"Retry-After": "0"})
+
+
+def test_what_may_pass_is_tried_until_the_time_is_over_with_one_request_id() -> None:
+    with in_turn((500, b"a"), (503, b"b"), BUSY, (502, b""), (500, b"")) as server:
         assert score(server.url).rewards == [1.0]
-    assert len(server.requests) == 3
+    assert len(server.requests) == 6
     assert len({headers["X-Request-Id"] for headers in server.headers}) == 1
     with always((500, b"out of memory")) as server, pytest.raises(RewardError) as caught:
-        score(server.url)
-    assert len(server.requests) == 3
-    assert "no rewards for sample step1/0/0 after 3 tries" in str(caught.value)
+        score(server.url, timeout_s=0.5)
+    assert len(server.requests) > 3
+    assert f"no rewards for sample step1/0/0 after {len(server.requests)} tries" in str(
+        caught.value
+    )
     assert "answered 500: out of memory" in str(caught.value)
 
 
-@pytest.mark.parametrize("status", [400, 429, 302])
-def test_a_refusal_is_never_tried_again(status: int) -> None:
+def test_a_server_that_is_away_for_a_while_is_waited_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = RewardServer(port=int(free_url().split(":")[2].partition("/")[0]))
+    timer = threading.Timer(1.3, server.__enter__)
+    timer.start()
+    assert score(f"http://127.0.0.1:{server.port}/get_reward", timeout_s=20).rewards == [1.0]
+    timer.join()
+    server.__exit__()
+    [line] = capsys.readouterr().err.splitlines()
+    assert "ConnectError" in line and "tried again until --reward_timeout_s 20 is over" in line
+
+
+def test_a_server_gets_the_pause_that_it_asks_for() -> None:
+    with in_turn((429, b"busy", {"Retry-After": "1"})) as server:
+        start_s = time.monotonic()
+        assert score(server.url).rewards == [1.0]
+    assert time.monotonic() - start_s >= 1
+
+
+def test_a_refusal_is_never_tried_again() -> None:
     with ExitStack() as stack:
-        bad = stack.enter_context(always((status, b'{"error": "query[0]"}')))
+        bad = stack.enter_context(always((400, b'{"error": "query[0]"}')))
         good = stack.enter_context(RewardServer())
         with pytest.raises(RewardError) as caught:
             score(f"{bad.url},{good.url}")
-    assert f'answered {status} for sample step1/0/0: {{"error": "query[0]"}}' in str(caught.value)
+    assert 'answered 400 for sample step1/0/0: {"error": "query[0]"}' in str(caught.value)
     assert (len(bad.requests), len(good.requests)) == (1, 0)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_an_error_that_names_its_target(status: int) -> None:
+    with always((status, b"", {"Location": "/v2/get_reward"})) as server:
+        with pytest.raises(RewardError) as caught:
+            score(server.url)
+        target = server.url.replace("/get_reward", "/v2/get_reward")
+    words = f"it redirects to '{target}'. Type that address as --remote_rm_url."
+    assert f"answered {status} for sample step1/0/0: {words}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("packed", "message"),
+    [
+        (gzip.compress(b" " * 2**20 + b"{}"), "the answer is larger than 0 MiB"),
+        (b" " * 2**20, "the answer is larger than 0 MiB"),
+        (b"(br)", "the answer is compressed, and not as gzip"),
+    ],
+    ids=["unpacked", "as sent", "another way of packing"],
+)
+def test_an_answer_of_too_many_bytes_is_refused_before_it_is_held(
+    packed: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MAX_BYTES", 2**16)
+    named = {} if packed.startswith(b" ") else {"Content-Encoding": "gzip"}
+    with always((200, packed, named)) as server, pytest.raises(RewardError, match=message):
+        score(server.url)
+
+
+def test_an_answer_that_is_packed_is_read() -> None:
+    packed = gzip.compress(rewards([2.0])[1])
+    with always((200, packed, {"Content-Encoding": "gzip"})) as server:
+        assert score(server.url).rewards == [2.0]
+
+
+def test_a_body_that_drips_ends_at_the_limit() -> None:
+    def drip(server: RewardServer, body: dict[str, object]) -> Answer:
+        return 200, b"1" * 100, {"Drip": "0.05"}
+
+    with RewardServer(drip) as server, pytest.raises(RewardError, match="no answer in 0"):
+        score(server.url, timeout_s=0.4)
+
+
+@pytest.mark.parametrize(("key", "meant"), [("reward", "rewards"), ("score", "scores")])
+def test_a_key_that_is_nearly_right_is_refused(key: str, meant: str) -> None:
+    fields = {"rewards": [1.0]} if key == "score" else {}
+    answer = 200, json.dumps({**fields, key: [0.5]}).encode()
+    with always(answer) as server, pytest.raises(RewardError) as caught:
+        score(server.url)
+    assert f"{server.url}: the answer has the key '{key}'. Write '{meant}'." in str(caught.value)
 
 
 def test_a_dead_server_is_replaced_by_another_without_waiting() -> None:

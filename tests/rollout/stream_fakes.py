@@ -11,7 +11,7 @@ import torch
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.rewards.base import RewardBatch, RewardResult
+from openrlhf.rewards.base import RewardBatch, RewardResult, Shown
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import FinishedGroup, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
@@ -82,6 +82,11 @@ class HeldSource:
     batches: list[list[str]] = field(default_factory=list)
     held: list[tuple[RewardBatch, Future[RewardResult]]] = field(default_factory=list)
     has_capacity = False
+
+    name = "rewards"
+
+    async def shown(self, batch: RewardBatch) -> Shown:
+        return {}
 
     async def score(self, batch: RewardBatch) -> RewardResult:
         self.batches.append(list(batch.sample_ids))

@@ -1,5 +1,6 @@
 """Every episode has one outcome: a reward or the name of what went wrong, and it comes in time."""
 
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from openrlhf.errors import ConfigError
+from openrlhf.rollout.agents import episodes
 from openrlhf.rollout.agents.episode import EpisodeResult
 from openrlhf.utils.agent import AgentError
 from tests.rollout.agent_fakes import (
@@ -19,6 +21,7 @@ from tests.rollout.agent_fakes import (
     make_runner,
     request,
     says,
+    setup_of,
     write_agent,
 )
 
@@ -122,6 +125,104 @@ def test_a_step_that_blocks_the_loop_or_ends_the_process_fails_alone(
     runner.close()
 
 
+WRITES = """
+import contextlib, pickle, stat
+
+class Payload:
+    def __reduce__(self):
+        return open, ({made!r}, "w")
+
+def write_to_all(data):
+    for number in range(3, 256):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.write(number, data)
+
+packed = pickle.dumps(("answer", 0, Payload()))
+"""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "len(packed).to_bytes(4, 'big') + packed",
+        """b'{"kind": "answer", '""",
+        "b'\\xff' * 4",
+    ],
+    ids=["a pickle", "half a message", "the length of a long one"],
+)
+def test_what_an_agent_writes_to_open_descriptors_is_no_message(data, tmp_path, tiny_tokenizer):
+    made = tmp_path / "made"
+    code = environment(f"write_to_all({data})\nreturn DONE")
+    head, body = code.split("DONE = ", 1)
+    code = head + WRITES.format(made=str(made)) + "DONE = " + body
+    result, seconds = outcome(tmp_path, tiny_tokenizer, code)
+    assert result.reward == 1.0 and seconds < 20
+    assert not made.exists()  # it was not unpickled here
+
+
+def test_a_stopped_process_is_ended_at_the_limit_of_a_step(tmp_path, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(episodes, "GRACE_S", 0.5)
+    code = environment("import signal\nos.kill(os.getpid(), signal.SIGSTOP)")
+    result, seconds = outcome(tmp_path, tiny_tokenizer, code, step_timeout_s=0.5)
+    assert result.kind == "blocked" and "agent_func.py: its process hung for " in str(result)
+    assert seconds < 20
+
+
+def test_an_episode_that_cannot_be_is_refused(tiny_tokenizer):
+    setup = setup_of(Path("agent_func.py"), tiny_tokenizer)
+    segment = {
+        "token_ids": [7, 8, 9],
+        "action_mask": [False, True, True],
+        "num_prompt_tokens": 1,
+        "logprobs": [-0.5, -1.0],
+        "weight_versions": [0, 0],
+    }
+    good = {"segments": [segment], "reward": 1.0, "score": None}
+    assert episodes.checked(good, setup).segments[0].token_ids == [7, 8, 9]
+    for change in (
+        {"token_ids": [7, 8, len(tiny_tokenizer)]},
+        {"logprobs": [-0.5]},
+        {"logprobs": [-0.5, math.nan]},
+        {"action_mask": [False, True]},
+        {"weight_versions": ["x", 0]},
+    ):
+        with pytest.raises(AgentError, match="its process sent an episode that cannot be"):
+            episodes.checked({**good, "segments": [{**segment, **change}]}, setup)
+    for change in ({"reward": math.inf}, {"segments": []}, {"reward": "high"}):
+        with pytest.raises(AgentError, match="its process sent an episode that cannot be"):
+            episodes.checked({**good, **change}, setup)
+
+
+STARTS = """
+import subprocess
+with open({pids!r}, "w") as file:
+    for has_session in (False, True):
+        child = subprocess.Popen(["sleep", "600"], start_new_session=has_session)
+        print(child.pid, file=file)
+"""
+
+
+@pytest.mark.parametrize("ending", ["return DONE", "time.sleep(60)"])
+def test_what_an_agent_started_ends_with_it(ending, tmp_path, tiny_tokenizer):
+    pids = tmp_path / "pids"
+    file = write_agent(tmp_path, environment(STARTS.format(pids=str(pids)) + ending))
+    engine = StreamingEngine(says(tiny_tokenizer, "ok"))
+    runner = make_runner(file, engine, tiny_tokenizer, step_timeout_s=1.0)
+    runner.act([request(tiny_tokenizer)])  # one that blocks is ended
+    runner.close()
+    children = [int(pid) for pid in pids.read_text().split()]
+    assert len(children) == 2
+    wait_until(lambda: not any(map(runs, children)), seconds=10)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 DRIVER = """
 import sys, time
 from transformers import AutoTokenizer
@@ -137,20 +238,22 @@ if __name__ == "__main__":
 @pytest.mark.faults
 def test_agents_of_a_killed_driver_end_within_ten_seconds(tmp_path, tiny_model_dir):
     started = tmp_path / "pid"
-    body = f"import os\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    body = "import subprocess\nchild = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+    body += f"open({str(started)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}} .')\n"
+    body += "time.sleep(600)"
     file = write_agent(tmp_path, environment(body, "def step(self, states)"))
     (tmp_path / "driver.py").write_text(DRIVER)
     root = str(Path(__file__).resolve().parents[2])
     words = [sys.executable, str(tmp_path / "driver.py"), str(file), str(tiny_model_dir)]
     driver = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": root})
     try:
-        wait_until(lambda: started.exists() and started.read_text(), seconds=60)
-        worker = psutil.Process(int(started.read_text()))
-        assert worker.is_running()
+        wait_until(lambda: started.exists() and started.read_text().endswith("."), seconds=60)
+        pids = [int(word) for word in started.read_text().split()[:2]]
+        assert all(map(runs, pids))
     finally:
         driver.kill()
         driver.wait()
-    wait_until(lambda: not worker.is_running(), seconds=10)
+    wait_until(lambda: not any(map(runs, pids)), seconds=10)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import RewardError
-from openrlhf.rewards.base import RewardBatch, RewardResult, checked_result
+from openrlhf.rewards.base import RewardBatch, RewardResult, Shown, checked_result
 from openrlhf.rollout.scoring import (
     FailurePolicy,
     GroupScorer,
@@ -35,6 +35,11 @@ class Source:
     answers: Answers
     asked: list[list[str]] = field(default_factory=list)
     has_capacity = False
+
+    name = "rewards"
+
+    async def shown(self, batch: RewardBatch) -> Shown:
+        return {}
 
     async def score(self, batch: RewardBatch) -> RewardResult:
         self.asked.append(list(batch.sample_ids))
@@ -203,3 +208,19 @@ def test_a_model_that_answers_nan_fails_that_group_alone() -> None:
     scorer = ModelScorer({"m": forward([3.0, float("nan"), 1.0, 1.0])})  # type: ignore[dict-item]
     [(row, error)] = score_with(scorer, [group(0), group(1)], DROP).failed.items()
     assert (row, error) == (100, "sample 0/1: the reward model m answered nan")
+
+
+def test_a_source_that_is_closed_meanwhile_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Closed(Source):
+        async def score(self, batch: RewardBatch) -> RewardResult:
+            raise asyncio.CancelledError
+
+    async def score_two() -> list[object]:
+        scorer = GroupScorer(SourceScorer(Closed(by_label), 2), FailurePolicy(4))
+        scored = (scorer.score(group(k), Metrics()) for k in range(2))
+        return await asyncio.gather(*scored, return_exceptions=True)
+
+    assert [type(outcome) for outcome in asyncio.run(score_two())] == [asyncio.CancelledError] * 2
+    assert not caplog.records

@@ -1,5 +1,6 @@
 """Scores over HTTP are the reward model's, whoever asks when, and the server stops in order."""
 
+import contextlib
 import gzip
 import json
 import logging
@@ -271,7 +272,7 @@ def test_what_cannot_be_served_is_said_before_anything_listens(reward_dir, tiny_
         assert "Address already in use" in refused("--reward_pretrain", name, "--port", port)
 
 
-HEAD = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GOOD = b'{"query": ["good"]}'
 TOKEN = "secret-token-of-32-characters-xx"
 
@@ -362,6 +363,54 @@ def test_a_request_that_does_not_arrive_is_refused_at_its_deadline(reward_dir):
     ):
         connection.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"query":')
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /get", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"]
+)
+def test_headers_that_do_not_arrive_end_the_connection_at_the_deadline(reward_dir, sent):
+    with serving(reward_dir, limits={"receive_timeout_s": 0.4}) as impatient:
+        with socket.create_connection(impatient.place, timeout=10) as connection:
+            connection.sendall(sent)
+            time.sleep(0.2)
+            connection.sendall(b"X" if sent else b"")  # what drips has no more time
+            start = time.monotonic()
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1000) == b""
+            assert time.monotonic() - start < 0.35
+        assert impatient.client.get("/health").status_code == 200
+        time.sleep(0.5)  # between two requests there is more time
+        assert impatient.client.get("/health").status_code == 200
+        assert len(impatient.server.server_state.connections) == 1
+
+
+def test_one_address_holds_no_more_connections_than_allowed(reward_dir):
+    with serving(reward_dir, limits={"max_connections_per_address": 3}) as guarded:
+        held = [socket.create_connection(guarded.place, timeout=5) for _ in range(3)]
+        wait_until(lambda: len(guarded.server.server_state.connections) == 3)
+        with socket.create_connection(guarded.place, timeout=5) as connection:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 503 ")
+        for connection in held:
+            connection.close()
+        wait_until(lambda: not guarded.server.server_state.connections)
+        assert guarded.ask(GOOD).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:5000", "127.0.0.1.evil.example", ""]
+)
+def test_a_page_that_reached_this_machine_by_another_name_is_refused(guarded, host):
+    answer = guarded.ask(GOOD, host=host)
+    assert (answer.status_code, answer.json()["field"]) == (400, "host")
+    assert guarded.client.get("/ready", headers={"host": host}).status_code == 400
+
+
+def test_other_names_are_taken_from_who_has_the_token_and_own_names_from_all(reward_dir, guarded):
+    for host in ("localhost:1", "[::1]:5000", "127.0.0.2"):
+        assert guarded.ask(GOOD, host=host).status_code == 200
+    with serving(reward_dir, token=TOKEN) as closed:
+        answer = closed.ask(GOOD, host="judge.example", authorization=f"Bearer {TOKEN}")
+        assert answer.status_code == 200
 
 
 def test_more_requests_than_allowed_are_sent_away_and_health_still_answers(reward_dir):

@@ -178,6 +178,43 @@ def test_a_row_whose_own_label_is_worth_no_more_than_another_is_named(
     assert out.endswith("no problem was found, but 1 warning(s) above\n")
 
 
+def test_arguments_of_the_function_are_shown_and_a_forgotten_label_key_is_warned_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ppo()
+    with contextlib.suppress(SystemExit):
+        check.main(words[: words.index("--label_key")] + words[words.index("--label_key") + 2 :])
+    out, err = capsys.readouterr()
+    assert "  queries: '1+1=yes<|end|>'\n  prompts: '1+1='\n  labels: ''\n" in out
+    assert "reward reads labels, and every label is empty. Name their column with --label_k" in err
+
+
+def test_what_a_reward_function_needs_and_rows_lack_is_one_line_with_their_columns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("reward.py").write_text("def f(prompts, outputs, solution):\n    return [1.0]\n")
+    code, _, [other, error] = run(capsys, [*ppo(), "--train_batch_size", "64"])
+    assert code == 2 and "--train_batch_size 64 is more than the 16 samples" in other
+    assert error.startswith("reward.py:1: f(prompts, outputs, solution) cannot be called: unknown")
+    assert "arguments: outputs, solution." in error
+    assert error.endswith("of the rows: is_truncated, answer. Rename them, or give them defaults.")
+
+
+def test_weights_of_the_functions_of_a_file_are_those_of_its_list(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = "def f(completions, **c):\n    return [1.0 for _ in completions]\n"
+    Path("reward.py").write_text(f"{code}{code.replace('f(', 'g(')}reward_funcs = [f, g]\n")
+    code, out, errors = run(capsys, [*ppo(), "--reward_weights", "1,0.5"])
+    assert (code, errors) == (0, [])
+    assert "response '2': 1.5" in out
+    code, _, errors = run(capsys, [*ppo(), "--reward_weights", "1,0.5,2"])
+    assert errors == [
+        "--reward_weights has 3 values for the 2 functions of --remote_rm_url: f, g. Type one "
+        "weight for each function."
+    ]
+
+
 def test_rows_and_rewards_are_tried_beside_other_problems(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

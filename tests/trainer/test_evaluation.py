@@ -27,6 +27,14 @@ def test_pass_rates_are_keyed_by_row() -> None:
     assert metrics["eval/response_length"] == 1.0
 
 
+def test_a_prompt_of_which_samples_were_left_out_counts_with_those_it_has() -> None:
+    scores = [(1.0, 0), (0.0, 0), (0.0, 1)]
+    rollouts = [rollout([1], [2], reward=reward, group=group) for reward, group in scores]
+    metrics = evaluation_metrics(rollouts, (2, 1))
+    assert metrics["eval/eval_default_pass2"] == 0.5
+    assert metrics["eval/eval_default_pass1"] == metrics["eval/eval_default_reward"] == 0.25
+
+
 def evaluations(*values: float, stderr: float | None = 0.01) -> list[dict[str, float]]:
     error = {} if stderr is None else {"p_stderr": stderr}
     return [{"step": step, "p": value, **error} for step, value in enumerate(values)]

@@ -27,18 +27,27 @@ COLUMNS = {"solution": ["4", "6", "7"], "task": ["math", "math", "code"]}
 
 
 class SayingEngine:
-    """Says one of the texts for each prompt, and its end token."""
+    """Says one of the texts for each prompt, or for each sample of one, and its end token."""
 
     def __init__(self, tokenizer, texts: Sequence[str], version: int) -> None:
         self.tokenizer, self.texts, self.version = tokenizer, texts, version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         said = [(*self.tokenizer.encode(t), self.tokenizer.eos_token_id) for t in self.texts]
-        return [[Completion(ids, (-0.5,) * len(ids), "stop", self.version)] for ids in said]
+        completions = [Completion(ids, (-0.5,) * len(ids), "stop", self.version) for ids in said]
+        if len(requests) == 1:
+            return [completions[: requests[0].sampling.num_samples]]
+        return [[completion] for completion in completions]
 
 
 def score(
-    folder: Path, tokenizer, code: str, *, prompts: Sequence[object] = TEXTS, **form: object
+    folder: Path,
+    tokenizer,
+    code: str,
+    *,
+    prompts: Sequence[object] = TEXTS,
+    num_samples: int = 1,
+    policy: FailurePolicy | None = None,
 ) -> SampleBatch:
     """The samples of the rows, scored by the functions of a file; the policy is at step 3 of 6."""
     file = folder / "rewards.py"
@@ -47,14 +56,14 @@ def score(
         {"prompt": prompt, **{name: values[k] for name, values in COLUMNS.items()}}
         for k, prompt in enumerate(prompts)
     ]
-    data = PromptDataset(Dataset.from_list(rows), tokenizer, RowFormat("prompt", **form))
+    data = PromptDataset(Dataset.from_list(rows), tokenizer, RowFormat("prompt"))
     engine = SayingEngine(tokenizer, SAID, version=3)
     with closing(FunctionPool(file, num_workers=1)) as pool:
-        scorer = GroupScorer(SourceScorer(pool, 8, max_steps=6), FailurePolicy(8))
+        scorer = GroupScorer(SourceScorer(pool, 8, max_steps=6), policy or FailurePolicy(8))
         rollouts = rollouts_of(
             [BatchSampler(engine.generate)], scorer, tokenizer, vocab_size=len(tokenizer)
         )
-        return rollouts.generate_samples(list(data), SamplingSettings(num_samples=1), tag="t")
+        return rollouts.generate_samples(list(data), SamplingSettings(num_samples), tag="t")
 
 
 def parts(samples: SampleBatch) -> dict[str, list[float | None]]:
@@ -173,13 +182,53 @@ def test_queries_hold_the_end_token_and_responses_do_not(tmp_path, tiny_tokenize
     assert [r.reward for r in samples.rollouts] == [1, 1, 1]
 
 
-def test_a_sample_that_no_function_applies_to_is_named(tmp_path, tiny_tokenizer):
+FOR_MATHEMATICS = """
+    def f(completions, task, **kwargs):
+        return [1.0 if t == "math" else None for t in task]
+"""
+
+
+def test_a_prompt_that_no_function_applies_to_is_named(tmp_path, tiny_tokenizer):
+    with pytest.raises(
+        RewardError, match=r"applies to any sample of a prompt \(t/3/0\): all retur"
+    ):
+        score(tmp_path, tiny_tokenizer, FOR_MATHEMATICS)
+
+
+def test_such_a_prompt_alone_is_dropped_where_groups_may_be(tmp_path, tiny_tokenizer):
+    policy = FailurePolicy(8, drops=True)
+    samples = score(tmp_path, tiny_tokenizer, FOR_MATHEMATICS, policy=policy)
+    assert [r.sample_id for r in samples.rollouts] == ["t/1/0", "t/2/0"]
+    assert list(samples.failed) == [2]
+
+
+def test_a_sample_that_no_function_applies_to_is_left_out_of_its_group_and_counted(
+    tmp_path, tiny_tokenizer
+):
     code = """
-        def f(completions, task, **kwargs):
-            return [1.0 if t == "math" else None for t in task]
+        def f(completions, **kwargs):
+            return [None if "boxed" not in c else float("4" in c) for c in completions]
     """
-    with pytest.raises(RewardError, match=r"no reward function applies to sample t/3/0: all retur"):
-        score(tmp_path, tiny_tokenizer, code)
+    samples = score(tmp_path, tiny_tokenizer, code, prompts=["write a number"], num_samples=3)
+    assert [r.sample_id for r in samples.rollouts] == ["t/1/0", "t/1/1"]
+    assert [r.reward for r in samples.rollouts] == [1, 0]
+    assert samples.metrics["num_unscored_samples"] == 1
+
+
+def test_the_first_batch_shows_the_arguments_of_a_sample_and_warns_of_empty_labels(
+    tmp_path, tiny_tokenizer, capsys
+):
+    code = """
+        def reward_func(queries, prompts, labels, task):
+            return [float(label in q) for q, label, t in zip(queries, labels, task)]
+    """
+    score(tmp_path, tiny_tokenizer, code)
+    out, err = capsys.readouterr()
+    assert out.count("arguments of rewards for sample t/1/0\n") == 1
+    assert "\n  queries: '2+2=<think>a</think>\\\\boxed{4}<|end|>'\n" in out
+    assert "\n  labels: ''\n  task: 'math'\n" in out
+    assert "rewards reads labels, and every label is empty. Name their column with" in err
+    assert "--label_key: is_truncated, solution, task." in err
 
 
 @pytest.mark.slow

@@ -1,23 +1,28 @@
 """The samples of a prompt by way of agents: each is an episode, which comes with its reward.
 
 Episodes run in worker processes. User code that blocks or ends its process costs its own episode:
-the process is replaced, and the other episodes begin again.
+the process is replaced, and the other episodes begin again. What a process sends is checked: a
+model's code may have run in it.
 """
 
 import asyncio
 import atexit
 import itertools
+import math
 import multiprocessing
+import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import ConfigError, EngineError
-from openrlhf.rollout.agents.channel import Channel
+from openrlhf.rollout.agents.channel import ParentChannel
 from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult, Segment
 from openrlhf.rollout.agents.worker import serve
 from openrlhf.rollout.engine_pool import Sampler
@@ -25,16 +30,20 @@ from openrlhf.rollout.rollout import RolloutRequest, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.processes import kill_tree
 from openrlhf.utils.rollout import PromptRecord, Rollout
 from openrlhf.utils.tokenizer import Tokenizer
 
 MAX_RESTARTS = 3  # of an episode whose process ended
 START_TIMEOUT_S = 600.0  # of a user's executor
 LAST_WORDS_S = 1.0  # from the end of a process to the end of what it sent
-GRACE_S = 60.0  # over the deadline of an episode, until its process is killed
+GRACE_S = 5.0  # over the deadline of an episode or a step, until the process is killed
+BEAT_S = 1.0
 
 CONTEXT = multiprocessing.get_context("forkserver")  # engines have threads, which a fork loses
 CONTEXT.set_forkserver_preload(["openrlhf.rollout.agents.worker", "transformers"])
+
+REQUEST, RESULT = TypeAdapter(GenerationRequest), TypeAdapter(EpisodeResult)
 
 
 class AgentProcess:
@@ -46,14 +55,18 @@ class AgentProcess:
         self.culprit = ""  # sample id of the episode that blocked it
         self.last_words = ""  # why it ended
         self._sampler = sampler
-        self._channel = Channel(self._serve)
+        self._token = secrets.token_hex(16)
+        self._channel = ParentChannel(self._serve, self._token)
+        self._silent_s: float | None = None  # since its last message; None: it is not ready
         self._acting: set[str] = set()  # sample ids
         self._turns: dict[asyncio.Future[object], str] = {}  # that are sampled -> sample id
 
     async def start(self) -> None:
         """Load the agent file and make its executor; raises ConfigError."""
         ours, theirs = socket.socketpair()
-        self._process = CONTEXT.Process(target=serve, args=(theirs, self.setup), name="agents")
+        self._process = CONTEXT.Process(
+            target=serve, args=(theirs, self.setup, self._token), name="agents"
+        )
         await asyncio.to_thread(self._process.start)
         atexit.register(self.kill)
         theirs.close()
@@ -61,6 +74,7 @@ class AgentProcess:
         self.ending = asyncio.ensure_future(self._end())
         try:
             await asyncio.wait_for(self._channel.call("start"), START_TIMEOUT_S)
+            self._silent_s = 0.0
         except TimeoutError:
             self.kill()
             raise ConfigError(
@@ -84,10 +98,8 @@ class AgentProcess:
         self._acting.add(sample_id)
         limit_s = self.setup.episode_timeout_s + GRACE_S
         try:
-            result: EpisodeResult = await asyncio.wait_for(
-                self._channel.call("run", request), limit_s
-            )
-            return result
+            found = await asyncio.wait_for(self._channel.call("run", request), limit_s)
+            return checked(found, self.setup)
         except TimeoutError:  # it could not even end the episode itself
             self.kill()
             raise AgentError(f"{path}: its process hangs", "episode_timeout") from None
@@ -108,8 +120,9 @@ class AgentProcess:
     def kill(self) -> None:
         """End the process; episodes that it runs return None."""
         atexit.unregister(self.kill)
-        if self._process.is_alive():
-            self._process.kill()
+        if self._process.is_alive() and self._process.pid:
+            kill_tree(self._process.pid)
+            self._process.kill()  # one that leads no session yet
 
     async def _end(self) -> None:
         """Serve the process until it has ended."""
@@ -117,28 +130,75 @@ class AgentProcess:
         loop.add_reader(self._process.sentinel, ended.set)
         listening = asyncio.ensure_future(self._channel.listen())
         listening.add_done_callback(lambda done: self.kill())
-        await ended.wait()
+        while not ended.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), BEAT_S)
+            self._count_silence()
         loop.remove_reader(self._process.sentinel)
         self.is_over = True
         # Its last words may be on their way; a child of it may hold the connection open.
         await asyncio.wait({listening}, timeout=LAST_WORDS_S)
         listening.cancel()
+        if not listening.cancelled() and listening.done() and (error := listening.exception()):
+            self.last_words = self.last_words or f"{self.setup.path}: its process {error}"
         self._process.join()
+        if self._process.pid:
+            kill_tree(self._process.pid)  # what it has left in its session
         code = self._process.exitcode
         self.last_words = (
             self.last_words or f"{self.setup.path}: its process ended with exit code {code}"
         )
 
-    async def _serve(self, name: str, sample_id: str, value: object) -> Completion | None:
-        if isinstance(value, GenerationRequest):
-            turn = asyncio.ensure_future(self._sampler.sample(value))
+    def _count_silence(self) -> None:
+        """End a process that cannot even say that it is alive; counted in beats, because this loop
+        may be held too.
+        """
+        if self._silent_s is None:
+            return
+        self._silent_s += BEAT_S
+        if self._silent_s > self.setup.step_timeout_s + GRACE_S:
+            [self.culprit] = self._acting if len(self._acting) == 1 else [""]
+            self.last_words = f"{self.setup.path}: its process hung for {self._silent_s:g} s"
+            self.kill()
+
+    async def _serve(
+        self, name: str, sample_id: str = "", value: object = None
+    ) -> Completion | None:
+        self._silent_s = 0.0
+        if name == "sample":
+            try:
+                request = REQUEST.validate_python(value)
+            except ValidationError as error:
+                raise AgentError(f"no request: {error.errors()[0]}", "bad_answer") from error
+            turn = asyncio.ensure_future(self._sampler.sample(request))
             self._turns[turn] = sample_id
             try:
                 return (await turn)[0]
             finally:
                 del self._turns[turn]
-        self.culprit, self.last_words = sample_id, str(value)
+        if name == "blocked":
+            self.culprit, self.last_words = sample_id, str(value)
         return None
+
+
+def checked(found: object, setup: AgentSetup) -> EpisodeResult:
+    """Return the result that a process sent; raises AgentError for one that cannot be."""
+    problem = f"{setup.path}: its process sent an episode that cannot be"
+    try:
+        result = RESULT.validate_python(found)
+    except ValidationError as error:
+        raise AgentError(f"{problem}: {error.errors()[0]}", "bad_answer") from error
+    numbers = [result.reward, result.score or 0.0, *result.extra_logs.values()]
+    for segment in result.segments:
+        ids, num_sampled = segment.token_ids, sum(segment.action_mask)
+        sizes = {num_sampled, len(segment.logprobs), len(segment.weight_versions)}
+        is_known = all(0 <= token < setup.vocab_size for token in ids)
+        if len(sizes) > 1 or len(ids) != len(segment.action_mask) or not is_known:
+            raise AgentError(problem, "bad_answer")
+        numbers += segment.logprobs
+    if not all(map(math.isfinite, numbers)) or not result.segments:
+        raise AgentError(problem, "bad_answer")
+    return result
 
 
 class AgentWorker:

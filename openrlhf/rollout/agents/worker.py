@@ -1,13 +1,13 @@
 """The process in which user code acts: its agent file, its episodes, on one event loop.
 
-It asks its parent for turns, and ends itself where user code holds the loop.
+It asks its parent for turns, tells it that it is alive, and ends itself, with what user code has
+started, where user code holds the loop and where the parent has gone.
 """
 
 import asyncio
 import copy
 import inspect
 import os
-import signal
 import socket
 import sys
 import threading
@@ -42,6 +42,7 @@ from openrlhf.utils.agent import (
     MultiTurnAgentExecutor,
     OpenAISession,
 )
+from openrlhf.utils.processes import kill_tree
 from openrlhf.utils.threads import LoopThread
 from openrlhf.utils.user_code import (
     accepted,
@@ -64,24 +65,24 @@ EXECUTE_NAMES = ("max_length", "hf_tokenizer", "llm_engine", "images")
 MAX_THREADS = 256  # for plain methods of environments
 
 
-def serve(connection: socket.socket, setup: AgentSetup) -> None:
+def serve(connection: socket.socket, setup: AgentSetup, token: str) -> None:
     """Run episodes until the parent closes the connection; the main function of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    Worker(setup).run(connection)
+    os.setsid()  # what it starts ends with it, and Ctrl-C is the parent's
+    Worker(setup, token).run(connection)
 
 
 class Worker:
     """The user's executor, and the episodes that it runs.
 
     The parent calls "start", then "run" with each request. It is asked "sample" with a sample id
-    and a request, and told "blocked" with a sample id and a message.
+    and a request, and told "alive" now and then, or "blocked" with a sample id and a message.
     """
 
-    def __init__(self, setup: AgentSetup) -> None:
+    def __init__(self, setup: AgentSetup, token: str) -> None:
         self.setup = setup
         self.num_episodes = 0
         self._thread = LoopThread("parent")
-        self._parent = Channel(self._serve)
+        self._parent = Channel(self._serve, token)
         self._codec = TextCodec(setup.tokenizer)
         self._server: Any = None
         self._engine = AgentEngine(self._codec, self._open_session)
@@ -103,7 +104,7 @@ class Worker:
             await self._parent.open(connection)
             await self._parent.listen()
         finally:
-            os._exit(0)
+            kill_tree(os.getpid())
 
     async def _serve(self, name: str, *arguments: Any) -> Any:
         work = self._start() if name == "start" else self._run(*arguments)
@@ -188,7 +189,9 @@ class Worker:
             raise error
 
     def _watch(self) -> None:
-        """End the process when user code holds the loop for longer than a step may take."""
+        """End the process when user code holds the loop for longer than a step may take; else tell
+        the parent that it is alive.
+        """
         allowed_s = self.setup.step_timeout_s
         while True:
             beat = threading.Event()
@@ -201,7 +204,8 @@ class Worker:
                 )
                 name = "" if task is None else task.get_name()
                 self._call(self._parent.call("blocked", name, message)).result()
-                os._exit(1)
+                kill_tree(os.getpid())
+            self._call(self._parent.call("alive"))
             time.sleep(min(allowed_s / 4, 1.0))
 
     def _place(self) -> str | None:

@@ -33,7 +33,7 @@ class Estimate:
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], ks: Sequence[int]) -> dict[str, float]:
-    """Return metrics of scored evaluation samples, as many of each prompt.
+    """Return metrics of scored evaluation samples; of a prompt with fewer than k, its best.
 
     Per data source: pass@k of the scores for each of `ks`, and the mean reward, each with the
     standard error of that mean over prompts where there are several; response length in tokens and
@@ -47,13 +47,16 @@ def evaluation_metrics(rollouts: Sequence[Rollout], ks: Sequence[int]) -> dict[s
         groups[rollout.datasource][rollout.row_id].append(rollout)
     metrics: dict[str, float] = {}
     for datasource, by_row in groups.items():
-        scores_PN, rewards_PN = (
-            torch.tensor([[value(r) for r in group] for group in by_row.values()]).double()
+        scores, rewards = (
+            [torch.tensor([[value(r) for r in group]]).double() for group in by_row.values()]
             for value in (attrgetter("task_score"), attrgetter("reward"))
         )
-        names = pass_rate_names([datasource], ks)
-        columns = dict(zip(names, (pass_at_k(scores_PN, k) for k in ks), strict=True))
-        columns[f"eval/eval_{datasource}_reward"] = rewards_PN.double().mean(dim=1)
+        columns = {
+            name: torch.cat([pass_at_k(one_1N, min(k, one_1N.size(1))) for one_1N in scores])
+            for name, k in zip(pass_rate_names([datasource], ks), ks, strict=True)
+        }
+        reward = torch.cat([rewards_1N.mean(dim=1) for rewards_1N in rewards])
+        columns[f"eval/eval_{datasource}_reward"] = reward
         for name, values_P in columns.items():
             metrics[name] = values_P.mean().item()
             error = standard_error(values_P)
