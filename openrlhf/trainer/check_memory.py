@@ -7,10 +7,8 @@ takes is an estimate from the sizes of a layer; kernels and fragments of memory 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -19,7 +17,7 @@ from openrlhf.config.base import CommandConfig
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.distributed.strategy import MAX_BUCKET_SIZE, ModelFacts, effective_stage
 from openrlhf.models.adapters import add_lora
-from openrlhf.models.loading import load_config, resolve_dtype
+from openrlhf.models.loading import empty_model, load_config, resolve_dtype
 from openrlhf.models.support import num_experts_per_token
 
 FP32 = 4  # bytes of a number
@@ -101,14 +99,9 @@ class Share:
 
 def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cuda: bool) -> Shape:
     """Return a model without weights, with its adapter if it trains with one."""
-    trust = command.trust_remote_code
-    facts = load_config(model.path, trust_remote_code=trust)
+    facts = load_config(model.path, trust_remote_code=command.trust_remote_code)
     dtype = resolve_dtype(ds.param_dtype, facts, device_type="cuda" if is_cuda else "cpu")
-    kind: Any = transformers.AutoModelForCausalLM
-    if model.scores:
-        kind, facts.num_labels = transformers.AutoModelForSequenceClassification, 1
-    with torch.device("meta"):
-        module = kind.from_config(facts, dtype=dtype, trust_remote_code=trust)
+    module = empty_model(facts, command, dtype=dtype, scores=model.scores)
     return Shape(add_lora(module, ds.lora) if model.trains else module, facts, dtype)
 
 
