@@ -69,6 +69,7 @@ class Option:
     needed: str | None = None  # what it is called where it is missing; it has no default
     not_built: str | None = None  # the feature it belongs to, which is still to be written
     known_as: Mapping[str, str] = field(default_factory=dict)  # wrong word -> value meant by it
+    splits: bool = True  # of a tuple: commas separate values too
     # When a run goes on from a checkpoint that was written with another value: refuse it, or keep
     # the checkpoint's. None: the new value holds from then on.
     at_resume: Literal["refused", "kept"] | None = None

@@ -283,7 +283,8 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
     if NoneType in option.kinds and [word.lower() for word in words] in (["none"], ["null"]):
         return None
     if option.members:
-        return tuple(part for word in words for part in word.split(",") if part)
+        parts = [word.split(",") if option.splits else [word] for word in words]
+        return tuple(part for word in parts for part in word if part)
     if option.opens == "runs":
         return ",".join(map(os.path.expanduser, words))
     if len(words) > 1:

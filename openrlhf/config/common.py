@@ -8,7 +8,9 @@ import os
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from openrlhf.config.base import Base, CommandConfig, is_given, option, switch
 
@@ -324,6 +326,17 @@ class TextDataConfig(Base):
     )
     allow_special_tokens: bool = switch(
         "Control tokens in plain-text columns are read as such; false: as text.", default=True
+    )
+
+
+class StopConfig(Base):
+    """Where responses end, beside the tokens that end a turn."""
+
+    stop: tuple[str, ...] | None = option(
+        None, "Texts that end a response; a line break is $'\\n'.", min_length=1, splits=False
+    )
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = option(
+        None, "Token ids that end a response.", min_length=1
     )
 
 

@@ -81,7 +81,7 @@ class EvaluateConfig(PPOConfig):
         ),
         "rollout": (
             *("n_samples_per_prompt", "max_new_tokens", "temperature", "top_p"),
-            "micro_batch_size",
+            *("stop", "stop_token_ids", "micro_batch_size"),
         ),
         "vllm": (
             *("num_engines", "tensor_parallel_size", "enable_prefix_caching", "enforce_eager"),

@@ -29,6 +29,7 @@ from openrlhf.config.common import (
     OptimizerConfig,
     RewardModelsConfig,
     RunConfig,
+    StopConfig,
     TextDataConfig,
     TrainConfig,
     TrainedModelConfig,
@@ -187,7 +188,7 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
             yield from super().problems()
 
 
-class RolloutConfig(Base):
+class RolloutConfig(StopConfig):
     """`rollout.*`: how samples are made."""
 
     batch_size: int = option(

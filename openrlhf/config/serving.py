@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from openrlhf.config.base import Base, CommandConfig, option, switch
-from openrlhf.config.common import DeepSpeedConfig, ModelConfig, RewardModelsConfig, clashes
+from openrlhf.config.common import (
+    DeepSpeedConfig,
+    ModelConfig,
+    RewardModelsConfig,
+    StopConfig,
+    clashes,
+)
 from openrlhf.config.supervised import ANSWERED, DatasetConfig
 
 MIB = 1 << 20
@@ -18,7 +24,7 @@ MIB = 1 << 20
 WEIGHTS = ("param_dtype", "attn_implementation", "load_in_4bit", "experts_implementation")
 
 
-class SamplingConfig(Base):
+class SamplingConfig(StopConfig):
     """`rollout.*`: how tokens are chosen."""
 
     greedy_sampling: bool = switch("Always the likeliest token.")
@@ -144,7 +150,10 @@ class ChatConfig(CommandConfig):
             *("apply_chat_template", "tokenizer_chat_template", "input_template"),
             *("max_len", "ta_prompt"),
         ),
-        "rollout": ("greedy_sampling", "top_p", "temperature", "repetition_penalty"),
+        "rollout": (
+            *("greedy_sampling", "top_p", "temperature", "repetition_penalty"),
+            *("stop", "stop_token_ids"),
+        ),
         "ds": WEIGHTS,
     }
 

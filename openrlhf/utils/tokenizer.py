@@ -96,6 +96,25 @@ def eos_token_ids(
     return tuple(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
 
 
+def unused_sampling(model_name_or_path: str, *, repetition_penalty: float = 1.0) -> list[str]:
+    """Return the line that names settings of a model's generation config which are not used."""
+    if (base := base_of_adapter(model_name_or_path)) is not None:
+        return unused_sampling(base, repetition_penalty=repetition_penalty)
+    try:
+        given = transformers.GenerationConfig.from_pretrained(model_name_or_path)
+    except OSError:  # not every model has one
+        return []
+    used = {
+        "top_k": (None, 0),
+        "min_p": (None, 0),
+        "repetition_penalty": (None, repetition_penalty),
+    }
+    asked = {name: getattr(given, name) for name in used}
+    unused = [f"{name} {asked[name]:g}" for name, same in used.items() if asked[name] not in same]
+    where = f"the generation config of {model_name_or_path}"
+    return [f"not used: {', '.join(unused)} of {where}"] if unused else []
+
+
 def encode_text(
     tokenizer: Tokenizer, text: str, *, allow_special_tokens: bool = False
 ) -> list[int]:
