@@ -109,7 +109,7 @@ def empty_model(
     kind: Any = transformers.AutoModelForCausalLM
     if scores:
         kind, config = transformers.AutoModelForSequenceClassification, copy.deepcopy(config)
-        config.num_labels = 1
+        config.num_labels, config.value_head_prefix = 1, HEAD
     with torch.device("meta"):
         trust = command.trust_remote_code
         return kind.from_config(config, dtype=dtype, trust_remote_code=trust)

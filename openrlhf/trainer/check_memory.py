@@ -169,7 +169,8 @@ def _key_size(text: PretrainedConfig) -> int:
 
 def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
     """Return the bytes of a forward pass over a micro-batch: what is kept of every layer for the
-    backward pass, its input alone where that recomputes; and the logits of a chunk.
+    backward pass, its input alone where that recomputes; the logits of a chunk; and the sum in fp32
+    of the gradient of a head in half precision.
     """
     text, size = shape.config.get_text_config(), shape.dtype.itemsize
     hidden, queries = text.hidden_size, _head_size(text) * _num_heads(text)
@@ -187,7 +188,9 @@ def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
         layer = layer if model.recomputes else 0.0
     num_tokens = model.num_tokens / ds.ring_attn_size
     num_logits = min(MAX_LOGIT_ROWS, num_tokens) * text.vocab_size / ds.tensor_parallel_size
-    return (kept + layer) * num_tokens + 2 * FP32 * num_logits
+    learns_head = model.trains and not model.scores and not ds.lora.rank and size < FP32
+    head = learns_head * FP32 * hidden * text.vocab_size / ds.tensor_parallel_size
+    return (kept + layer) * num_tokens + 2 * FP32 * num_logits + head
 
 
 def in_words(num_bytes: float) -> str:

@@ -83,7 +83,13 @@ PPO_PROBLEMS = [
     ("--policy_loss_type PPO",
      "--policy_loss_type must be one of ppo, gspo, cispo, sapo: PPO. Type ppo, or file.py:name of "
      "your own."),
-    ("--is_correction_level seq --is_correction_gating tv",
+    ("--is_correction_gating tv",
+     "--is_correction_gating tv needs --enable_vllm_is_correction. Add it, or leave "
+     "--is_correction_gating tv out."),
+    ("--is_correction_level seq --is_correction_gating binary_kl --is_correction_threshold 0.1 1",
+     "--is_correction_gating binary_kl has an upper bound alone: --is_correction_threshold 0.1 1. "
+     "Type --is_correction_threshold 0.05."),
+    ("--is_correction_level seq --is_correction_gating tv --is_correction_threshold 5",
      "--is_correction_gating tv is at most 1, and --is_correction_threshold 5 lets everything "
      "pass. Type --is_correction_threshold 0.1."),
     ("--rollout_batch_size 128 --vllm_generate_batch_size 256",

@@ -178,6 +178,9 @@ OTHER_TREES = [
     (DPOConfig, "--loss_type exo_pair --label_smoothing 0.1", "model.label_smoothing", 0.1),
     (KDConfig, "--kd_on_policy", "kd.coef", 1),
     (KDConfig, "--kd_on_policy --kd_coef 0.5", "kd.coef", 0.5),
+    (KDConfig, "", "kd.divergence", "forward"),
+    (KDConfig, "--kd_on_policy", "kd.divergence", "reverse"),
+    (KDConfig, "--kd_on_policy --kd_divergence jsd", "kd.divergence", "jsd"),
     (KDConfig, "--kd_on_policy --max_len 300", "kd.max_new_tokens", 150),
     (KDConfig, "", "kd.max_new_tokens", 512),
 ]  # fmt: skip
