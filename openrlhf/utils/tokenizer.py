@@ -74,6 +74,23 @@ def load_tokenizer(
     return tokenizer
 
 
+def get_tokenizer(
+    pretrain: str,
+    model: Any = None,
+    padding_side: str = "left",
+    strategy: object = None,
+    use_fast: bool = True,
+) -> Tokenizer:
+    """Load a tokenizer as OpenRLHF's function of this name does, and give its pad token to the
+    `model`. It is a fast one whatever the others say.
+    """
+    tokenizer = load_tokenizer(pretrain)
+    tokenizer.padding_side = padding_side
+    if model is not None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer
+
+
 def tokenizer_of(command: Any, path: str) -> Tokenizer:
     """Load the tokenizer of a model as the flags of a command say."""
     return load_tokenizer(
