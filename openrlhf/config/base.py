@@ -82,8 +82,8 @@ class Option:
     @property
     def flag(self) -> str:
         """Return the flag an old command would use: the first flat name, else the dotted one."""
-        flat = (name for name, meanings in self.names if meanings is None and name != self.path)
-        return f"--{next(flat, self.path)}"
+        names = [name for name, meanings in self.names if meanings is None]
+        return f"--{next((name for name in names if '.' not in name), self.path)}"
 
     @property
     def names(self) -> Iterator[tuple[str, Meanings | None]]:

@@ -140,7 +140,6 @@ class DeepSpeedConfig(Base):
     param_dtype: DType = option(
         "auto",
         "Parameter type; auto: the checkpoint's on GPU, fp32 on CPU. `--bf16` means bf16.",
-        flat=False,
         meanings={"bf16": {"true": "bf16"}},
         at_resume="refused",
     )
@@ -150,8 +149,8 @@ class DeepSpeedConfig(Base):
         meanings={"flash_attn": {"true": "flash_attention_2", "false": "sdpa"}},
     )
     load_in_4bit: bool = switch("QLoRA: base weights in 4 bits.", at_resume="refused")
-    experts_implementation: Literal["eager", "batched_mm", "grouped_mm"] | None = option(
-        None, "Kernels of mixture-of-experts layers.", flat=False
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
+        option(None, "Kernels of mixture-of-experts layers.", flat=False)
     )
     value_head_prefix: str = option(
         "score",
@@ -251,7 +250,7 @@ class CheckpointConfig(Base):
     )
     load_enable: bool = switch("Resume from the checkpoint root.", "load_checkpoint")
     best_metric_key: str = option(
-        "", "Pass rate whose best model is kept; empty: the first *_pass1; none: off.", flat=False
+        "", "Pass rate whose best model is kept; empty: the first *_pass1; none: off."
     )
 
     @property

@@ -209,7 +209,12 @@ class RolloutConfig(StopConfig):
         at_resume="refused",
     )
     max_new_tokens: int = option(
-        1024, "Most tokens in a response.", "generate_max_len", "max_completion_length", gt=0
+        1024,
+        "Most tokens in a response.",
+        "generate_max_len",
+        "max_completion_length",
+        "max_new_tokens",
+        gt=0,
     )
     temperature: float = option(1.0, "Sampling temperature.", gt=0)
     top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
@@ -264,10 +269,16 @@ class AdvantageConfig(Base):
     lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
     no_std_norm: bool = switch("Do not divide by the standard deviation.", "no_advantage_std_norm")
     is_correction_enable: bool = switch(
-        "Weigh tokens by trainer / engine.", "enable_vllm_is_correction"
+        "Weigh tokens by trainer / engine.",
+        "enable_vllm_is_correction",
+        "vllm_enable_is_correction",
     )
     is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = option(
-        "tis", "tis: token, clip; icepop: token, mask; seq-mask-tis: seq, mask, clamp survivors."
+        "tis",
+        "tis: token, clip; icepop: token, mask; seq-mask-tis: seq, mask, clamp survivors.",
+        "is_correction_type",
+        "vllm_is_correction_type",
+        meanings={"use_icepop": {"true": "icepop"}},
     )
     is_correction_level: Literal["off", "token", "seq", "sequence", "geometric"] | None = option(
         None,

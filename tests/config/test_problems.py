@@ -6,6 +6,7 @@ import pytest
 
 from openrlhf.config.base import Caution
 from openrlhf.config.cli import parse_config
+from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.ppo import Estimator, PPOConfig, RewardConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
@@ -31,6 +32,7 @@ NEEDS = {
     KTOConfig: ROWS,
     PRMConfig: ROWS + "--placeholder_token <step> ",
     KDConfig: ROWS + "--teacher_model t ",
+    EvaluateConfig: "--models m --dataset d --remote_rm_url r.py ",
     BatchInferenceConfig: ROWS + "--output_path o.jsonl --eval_task ",
     LoraCombinerConfig: "--model_path m --lora_path l --output_path ",
     ServeRewardConfig: "--reward_pretrain m ",
@@ -116,6 +118,8 @@ PROBLEMS = [
      "--reward_tokens takes 2 or more values: +. Type them with spaces between."),
     (BatchInferenceConfig, "rm --post_processor csft --reward_template {input}",
      "--reward_template has no {reward}. Write {reward} into it."),
+    (EvaluateConfig, "--output_path o.jsonl",
+     "--output_path names a folder: o.jsonl. Type --output_path o."),
     (LoraCombinerConfig, "m/", "--output_path is --model_path: m. Type another folder."),
     (ServeRewardConfig, "--reward_weights 1 2",
      "--reward_weights has 2 values for 1 models of --reward_pretrain. Type one weight for each "
