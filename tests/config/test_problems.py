@@ -111,7 +111,7 @@ PROBLEMS = [
     (KTOConfig, "--train_batch_size 1",
      "--train_batch_size must be at least 2: 1. Type --train_batch_size 2."),
     (PRMConfig, "--apply_chat_template",
-     "--apply_chat_template is not a known name. Did you mean --tokenizer_chat_template?"),
+     "--apply_chat_template is not a known name. --help all lists all of them."),
     (PRMConfig, "--micro_train_b 1",
      "--micro_train_b is not a known name. Did you mean --micro_train_batch_size?"),
     (PRMConfig, "--reward_tokens +",
