@@ -11,7 +11,7 @@ OF_ALL = {
     "gradient_accumulation_steps": (
         "no flag: `--train_batch_size` is the whole batch; it is divided by micro-batch and ranks"
     ),
-    "max_steps": "no flag: `--max_epochs` (RL: `--num_episodes`) and `--max_samples` set the length",
+    "max_steps": "no flag: `--max_epochs` (RL: `--num_episodes`) and `--max_samples`",
     "learning_rate": "`--learning_rate`; RL: `--actor_learning_rate`",
     "lr_scheduler_type": "`--lr_scheduler`",
     "warmup_steps, warmup_ratio": "`--lr_warmup_ratio`, a share of all steps",

@@ -47,7 +47,11 @@ def test_every_flag_of_the_table_is_one_of_a_trainers():
     ("config_class", "word", "remedy"),
     [
         (SFTConfig, "gradient_accumulation_steps 4", "no flag: --train_batch_size is the whole"),
-        (SFTConfig, "max_steps 10", "no flag: --max_epochs (RL: --num_episodes) and"),
+        (
+            SFTConfig,
+            "max_steps 10",
+            "no flag: --max_epochs (RL: --num_episodes) and --max_samples.",
+        ),
         (DPOConfig, "warmup_steps 10", "--lr_warmup_ratio, a share of all steps."),
         (PPOConfig, "reward_funcs r.py", "--remote_rm_url file.py; a model: --reward_pretrain."),
         (SFTConfig, "push_to_hub", "no flag: hf upload YOUR_NAME/YOUR_MODEL FOLDER"),
