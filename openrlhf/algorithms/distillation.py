@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openrlhf.algorithms.tokens import compute_dtype
+from openrlhf.algorithms.tokens import add_product_, as_types_of, compute_dtype, zeros_to_sum
 
 CHUNK_TOKENS = 1024
 
@@ -105,8 +105,9 @@ def chunked_distillation(
     assert len(student.hidden_NH) == len(teacher.hidden_NH) == num_tokens, "one target per state"
     assert len(teacher.weight_VH) == vocab_size, "student and teacher differ in vocabulary"
     inputs = student.hidden_NH, student.weight_VH, student.bias_V
+    num_chunks = -(-num_tokens // chunk_tokens)
     grads = [
-        torch.zeros_like(x)
+        zeros_to_sum(x, num_chunks=num_chunks if x is not student.hidden_NH else 1)
         if torch.is_grad_enabled() and x is not None and x.requires_grad
         else None
         for x in inputs
@@ -121,6 +122,7 @@ def chunked_distillation(
             )
             _add_gradients(grads, grad_CV, student, rows)
         loss = (coef * divergence_N - (1 - coef) * logprobs_N).sum()
+    grads = list(as_types_of(inputs, grads))
     return _WithGradients.apply(loss, grads, *inputs), logprobs_N, divergence_N
 
 
@@ -178,4 +180,4 @@ def _add_gradients(grads: list[Tensor | None], grad_CV: Tensor, student: Head, r
     if grad_hidden_NH is not None:
         torch.mm(grad_CV, student.weight_VH, out=grad_hidden_NH[rows])
     if grad_weight_VH is not None:
-        grad_weight_VH.addmm_(grad_CV.t(), student.hidden_NH[rows])
+        add_product_(grad_weight_VH, grad_CV, student.hidden_NH[rows])

@@ -12,6 +12,7 @@ from torch import Tensor
 from openrlhf.algorithms.tokens import exp_of_log_ratio, segment_mean, segment_sum
 
 MIN_PROBABILITY = 1e-6
+MAX_WEIGHT = 5.0  # of tokens that a divergence lets pass: it says little of their ratio
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Correction:
 
     `gating`: the ratio itself; binary_kl, p log(p / q) + (1 - p) log((1 - p) / (1 - q)); or tv,
     |p - q|, with p the engine's and q the trainer's probability of the sampled token. A divergence
-    has the upper bound alone. `mode` outside the band [low, high]: truncate the weight at high,
-    clip it to both ends, or mask (weight 0). `clamp_survivors`: what a mask lets pass is weighted
-    by at most high.
+    has the upper bound alone, and what it lets pass is weighted by at most 5. `mode` outside the
+    band [low, high]: truncate the weight at high, clip it to both ends, or mask (weight 0).
+    `clamp_survivors`: what a mask lets pass is weighted by at most high.
 
     Truncated importance sampling: Ionides, J. Comput. Graph. Stat. 2008; masking: arXiv 2510.18855
     (IcePop).
@@ -73,7 +74,9 @@ def importance_weights(
     low = correction.low if has_floor else 0.0
     is_cut_N = (gate_N < low) | (gate_N > correction.high)
     if correction.mode == "mask":
-        if correction.clamp_survivors:
+        if correction.gating != "ratio":
+            weights_N = weights_N.clamp(max=MAX_WEIGHT)
+        elif correction.clamp_survivors:
             weights_N = weights_N.clamp(max=correction.high)
         weights_N = weights_N.masked_fill(is_cut_N, 0.0)
     else:

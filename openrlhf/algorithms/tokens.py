@@ -6,7 +6,7 @@ samples end in a flat vector; a sample may be empty. Knows nothing of models: wh
 already picked the tokens that count.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 # the matrix product and the gradient of the hidden states want memory too. More is not faster.
 MAX_LOGIT_ROWS = 512
 MIN_BLOCK_ELEMENTS = 1 << 20  # a block may always be this large: tiny chunks are slow
+SUM_ROWS = 8192  # of a weight's gradient, added at a time
 MAX_ABS_LOG_RATIO = 20.0  # exponentials of more are as good as 0 or infinite
 
 
@@ -89,8 +90,8 @@ def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the o
 
     Logits live for one chunk of tokens at a time and are computed anew in the backward: all
     temporaries of size V together take less than 1,024 x V fp32 numbers (or 4 MiB each, where that
-    is more) in either direction. `chunk_tokens` can only shorten the chunk. The gradient of the
-    weight adds up, chunk by chunk, in the weight's dtype.
+    is more) in either direction. `chunk_tokens` can only shorten the chunk. The gradient of a
+    weight in half precision adds up, where there are several chunks, in fp32.
 
     With a `shard`, weight and bias are this rank's rows of the head: all ranks of its group call
     with the same states and targets and get the same results and the same gradient of the states.
@@ -177,15 +178,21 @@ class _Block:
         return self.logits_CV.copy_(self.raw_CV) if is_cast else self.logits_CV
 
 
+def _chunk_length(hidden_NH: Tensor, weight_VH: Tensor, head: _Head, *, num_spares: int) -> int:
+    """Return the tokens of a chunk; 0 without any."""
+    is_cast = weight_VH.dtype != compute_dtype(weight_VH)
+    num_bytes = 4 * (1 + num_spares) + (weight_VH.element_size() if is_cast else 0)
+    most = max(1, 4 * MAX_LOGIT_ROWS // num_bytes, MIN_BLOCK_ELEMENTS // len(weight_VH))
+    return min(len(hidden_NH), most, head.chunk_tokens or most)
+
+
 def _blocks(
     hidden_NH: Tensor, weight_VH: Tensor, head: _Head, *, num_spares: int
 ) -> Iterator[_Block]:
     """Walk over the tokens in chunks, handing out the same memory again and again."""
     num_tokens, vocab_size, dtype = len(hidden_NH), len(weight_VH), compute_dtype(weight_VH)
     is_cast = weight_VH.dtype != dtype
-    num_bytes = 4 * (1 + num_spares) + (weight_VH.element_size() if is_cast else 0)
-    most = max(1, 4 * MAX_LOGIT_ROWS // num_bytes, MIN_BLOCK_ELEMENTS // vocab_size)
-    chunk = min(num_tokens, most, head.chunk_tokens or most)
+    chunk = _chunk_length(hidden_NH, weight_VH, head, num_spares=num_spares)
     buffers = [hidden_NH.new_empty(chunk, vocab_size, dtype=dtype) for _ in range(1 + num_spares)]
     raw_CV = hidden_NH.new_empty(chunk, vocab_size) if is_cast else buffers[0]
     for start in range(0, num_tokens, max(chunk, 1)):
@@ -193,6 +200,21 @@ def _blocks(
         logits_CV, *spares_CV = [buffer[:length] for buffer in buffers]
         raw = raw_CV[:length] if is_cast else logits_CV
         yield _Block(slice(start, start + length), logits_CV, raw, spares_CV)
+
+
+def zeros_to_sum(tensor: Tensor, *, num_chunks: int) -> Tensor:
+    """Return zeros in which the gradient of several chunks adds up, and is rounded once."""
+    return torch.zeros_like(tensor, dtype=compute_dtype(tensor) if num_chunks > 1 else None)
+
+
+def add_product_(total_VH: Tensor, left_CV: Tensor, right_CH: Tensor) -> None:
+    """Add left.T @ right, taken in their type; some rows at a time where the total has another."""
+    if total_VH.dtype == left_CV.dtype:
+        total_VH.addmm_(left_CV.t(), right_CH)
+        return
+    for first in range(0, len(total_VH), SUM_ROWS):
+        rows = slice(first, first + SUM_ROWS)
+        total_VH[rows].add_(left_CV[:, rows].t() @ right_CH)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -259,13 +281,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         token = _PerToken(
             rows_N, grad_chosen_N, logsumexp_N, grad_logprobs_N, entropy_N, grad_entropy_N
         )
-        grads = [
-            torch.zeros_like(tensor) if is_wanted else None
-            for tensor, is_wanted in zip(
-                (hidden_NH, weight_VH, bias_V), ctx.needs_input_grad[:3], strict=True
-            )
-        ]
         num_spares = int(grad_entropy_N is not None) + int(head.softcap is not None)
+        chunk = _chunk_length(hidden_NH, weight_VH, head, num_spares=num_spares)
+        inputs, num_chunks = (hidden_NH, weight_VH, bias_V), -(-len(hidden_NH) // max(chunk, 1))
+        grads = [
+            zeros_to_sum(tensor, num_chunks=num_chunks if tensor is not hidden_NH else 1)
+            if is_wanted
+            else None
+            for tensor, is_wanted in zip(inputs, ctx.needs_input_grad[:3], strict=True)
+        ]
         for block in _blocks(hidden_NH, weight_VH, head, num_spares=num_spares):
             logits_CV = head.transform_(block.compute_logits(hidden_NH, weight_VH, bias_V))
             grad_CV = _grad_of_raw_logits(logits_CV, head, token.at(block.rows), block.spares_CV)
@@ -277,10 +301,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_hidden_NH is not None:
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[block.rows])
             if grad_weight_VH is not None:
-                grad_weight_VH.addmm_(grad_CV.t(), hidden_NH[block.rows])
+                add_product_(grad_weight_VH, grad_CV, hidden_NH[block.rows])
         if head.shard is not None and grads[0] is not None:
             dist.all_reduce(grads[0], group=head.shard.group)
-        return *grads, None, None
+        return *as_types_of(inputs, grads), None, None
+
+
+def as_types_of(
+    inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> Iterator[Tensor | None]:
+    """Yield gradients in the types of what they are of."""
+    for tensor, grad in zip(inputs, grads, strict=True):
+        yield grad if tensor is None or grad is None else grad.to(tensor.dtype)
 
 
 class _PerToken(NamedTuple):

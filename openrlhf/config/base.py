@@ -69,6 +69,7 @@ class Option:
     needed: str | None = None  # what it is called where it is missing; it has no default
     not_built: str | None = None  # the feature it belongs to, which is still to be written
     known_as: Mapping[str, str] = field(default_factory=dict)  # wrong word -> value meant by it
+    splits: bool = True  # of a tuple: commas separate values too
     # When a run goes on from a checkpoint that was written with another value: refuse it, or keep
     # the checkpoint's. None: the new value holds from then on.
     at_resume: Literal["refused", "kept"] | None = None
@@ -81,8 +82,8 @@ class Option:
     @property
     def flag(self) -> str:
         """Return the flag an old command would use: the first flat name, else the dotted one."""
-        flat = (name for name, meanings in self.names if meanings is None and name != self.path)
-        return f"--{next(flat, self.path)}"
+        names = [name for name, meanings in self.names if meanings is None]
+        return f"--{next((name for name in names if '.' not in name), self.path)}"
 
     @property
     def names(self) -> Iterator[tuple[str, Meanings | None]]:

@@ -29,6 +29,7 @@ from openrlhf.config.base import (
     walk,
     with_value,
 )
+from openrlhf.config.from_trl import HERE
 from openrlhf.config.local_paths import LISTS
 from openrlhf.errors import ConfigError
 
@@ -51,6 +52,7 @@ RECOGNISED = (
     *("data.input_key", "data.output_key", "data.prompt_key", "data.label_key"),
     *("data.apply_chat_template", "model.pretrain_mode_enable"),
 )
+MIN_LIKENESS = 0.8  # of a name that is suggested for an unknown one
 MAX_FOREIGN = 10  # unknown names of a file that are named one by one
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
@@ -108,7 +110,18 @@ def nearest(config_class: type[CommandConfig], name: str) -> list[str]:
     known = [*flag_table(config_class), *WITHOUT_EFFECT, "config", "debug", "help"]
     leaves = [path for path in known if path.endswith(f".{name}")]
     begun = [path for path in known if path.startswith(name)]
-    return leaves or (begun if len(begun) == 1 else get_close_matches(name, known, n=1))
+    near = get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS)
+    return leaves or (begun if len(begun) == 1 else near)
+
+
+def instead_of(config_class: type[CommandConfig], name: str) -> str:
+    """Return what to type instead of an unknown name: TRL's by what this command has for it."""
+    here = HERE.get(name, "").replace("`", "")
+    flags = re.findall(r"--(\w+)", here)
+    if here and (not flags or any(flag in flag_table(config_class) for flag in flags)):
+        return f"It is TRL's; here: {here}."
+    near = nearest(config_class, name)
+    return f"Did you mean --{near[0]}?" if near else "--help all lists all of them."
 
 
 @dataclass
@@ -227,8 +240,7 @@ class Reading(Generic[ConfigT]):
         if _is_without_effect(name):
             self.notices.append(f"{source} has no effect; it is accepted for old commands.")
             return
-        near = nearest(self.config_class, name)
-        remedy = f"Did you mean --{near[0]}?" if near else "--help all lists all of them."
+        remedy = instead_of(self.config_class, name)
         self.problems.append(f"{source} is not a known name. {remedy}")
 
     def build(self) -> ConfigT:
@@ -283,7 +295,8 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
     if NoneType in option.kinds and [word.lower() for word in words] in (["none"], ["null"]):
         return None
     if option.members:
-        return tuple(part for word in words for part in word.split(",") if part)
+        parts = [word.split(",") if option.splits else [word] for word in words]
+        return tuple(part for word in parts for part in word if part)
     if option.opens == "runs":
         return ",".join(map(os.path.expanduser, words))
     if len(words) > 1:

@@ -8,7 +8,9 @@ import os
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from openrlhf.config.base import Base, CommandConfig, is_given, option, switch
 
@@ -138,7 +140,6 @@ class DeepSpeedConfig(Base):
     param_dtype: DType = option(
         "auto",
         "Parameter type; auto: the checkpoint's on GPU, fp32 on CPU. `--bf16` means bf16.",
-        flat=False,
         meanings={"bf16": {"true": "bf16"}},
         at_resume="refused",
     )
@@ -148,8 +149,8 @@ class DeepSpeedConfig(Base):
         meanings={"flash_attn": {"true": "flash_attention_2", "false": "sdpa"}},
     )
     load_in_4bit: bool = switch("QLoRA: base weights in 4 bits.", at_resume="refused")
-    experts_implementation: Literal["eager", "batched_mm", "grouped_mm"] | None = option(
-        None, "Kernels of mixture-of-experts layers.", flat=False
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
+        option(None, "Kernels of mixture-of-experts layers.", flat=False)
     )
     value_head_prefix: str = option(
         "score",
@@ -249,7 +250,7 @@ class CheckpointConfig(Base):
     )
     load_enable: bool = switch("Resume from the checkpoint root.", "load_checkpoint")
     best_metric_key: str = option(
-        "", "Pass rate whose best model is kept; empty: the first *_pass1; none: off.", flat=False
+        "", "Pass rate whose best model is kept; empty: the first *_pass1; none: off."
     )
 
     @property
@@ -324,6 +325,17 @@ class TextDataConfig(Base):
     )
     allow_special_tokens: bool = switch(
         "Control tokens in plain-text columns are read as such; false: as text.", default=True
+    )
+
+
+class StopConfig(Base):
+    """Where responses end, beside the tokens that end a turn."""
+
+    stop: tuple[str, ...] | None = option(
+        None, "Texts that end a response; a line break is $'\\n'.", min_length=1, splits=False
+    )
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = option(
+        None, "Token ids that end a response.", min_length=1
     )
 
 

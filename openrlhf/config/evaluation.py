@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from openrlhf.config.base import option
-from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
 from openrlhf.config.local_paths import names_in
 from openrlhf.config.ppo import (
     AdvantageConfig,
@@ -26,20 +26,43 @@ class EvaluatedDataConfig(PPODataConfig):
         "Evaluation data: hub ids or paths, with commas between.",
         "eval_dataset",
         "prompt_data",
+        "dataset",
+        "dataset_name",
         needed="evaluation data",
         opens="data",
     )
-    prompt_split: str = option("train", "Split of it.", "eval_split", "prompt_split")
+    prompt_split: str = option(
+        "train", "Split of it.", "eval_split", "prompt_split", "dataset_split"
+    )
 
 
 class EvaluatedRolloutConfig(RolloutConfig):
     """`rollout.*`: how samples are made."""
 
     n_samples_per_prompt: int = option(
-        4, "Samples of a prompt.", "eval_n_samples_per_prompt", "n_samples_per_prompt", gt=0
+        4,
+        "Samples of a prompt.",
+        "eval_n_samples_per_prompt",
+        "n_samples_per_prompt",
+        "best_of_n",
+        gt=0,
     )
     temperature: float = option(
         0.6, "Sampling temperature; 0: greedy.", "eval_temperature", "temperature", ge=0
+    )
+
+
+class EvaluatedFolderConfig(CheckpointConfig):
+    """`ckpt.*`: where the results go."""
+
+    output_dir: str = option(
+        "./ckpt",
+        "Folder of samples, metrics and report; unset: a folder in ./ckpt with the time.",
+        "save_path",
+        "output_dir",
+        "output_path",
+        opens="output",
+        min_length=1,
     )
 
 
@@ -51,6 +74,9 @@ class EvaluatingVLLMConfig(VLLMConfig):
         "Engines; 1: in this process; more: on Ray; 0: the model generates itself.",
         "vllm_num_engines",
         ge=0,
+    )
+    tensor_parallel_size: int = option(
+        1, "GPUs of an engine.", "vllm_tensor_parallel_size", "tp_size", ge=1
     )
 
 
@@ -81,7 +107,7 @@ class EvaluateConfig(PPOConfig):
         ),
         "rollout": (
             *("n_samples_per_prompt", "max_new_tokens", "temperature", "top_p"),
-            "micro_batch_size",
+            *("stop", "stop_token_ids", "micro_batch_size"),
         ),
         "vllm": (
             *("num_engines", "tensor_parallel_size", "enable_prefix_caching", "enforce_eager"),
@@ -113,6 +139,7 @@ class EvaluateConfig(PPOConfig):
     data: EvaluatedDataConfig = EvaluatedDataConfig(input_template=None, max_samples=100_000_000)
     rollout: EvaluatedRolloutConfig = EvaluatedRolloutConfig()
     vllm: EvaluatingVLLMConfig = EvaluatingVLLMConfig()
+    ckpt: EvaluatedFolderConfig = EvaluatedFolderConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig(zero_stage=0)
     # No model is trained, so there is neither a critic nor a reference.
     algo: AlgoConfig = AlgoConfig(
@@ -142,6 +169,10 @@ class EvaluateConfig(PPOConfig):
     def problems(self) -> Iterator[str]:
         """Add a k that the samples of a prompt are too few for."""
         yield from super().problems()
+        output = self.ckpt.output_dir
+        if output.endswith(".jsonl"):
+            folder = output.removesuffix(".jsonl")
+            yield f"--output_path names a folder: {output}. Type --output_path {folder}."
         num_samples = self.rollout.n_samples_per_prompt
         for k in self.ks:
             if not 1 <= k <= num_samples:

@@ -29,6 +29,7 @@ from openrlhf.config.common import (
     OptimizerConfig,
     RewardModelsConfig,
     RunConfig,
+    StopConfig,
     TextDataConfig,
     TrainConfig,
     TrainedModelConfig,
@@ -47,6 +48,8 @@ IS_CORRECTION_TYPES = {
     "icepop": ("token", "mask"),
     "seq-mask-tis": ("seq", "mask"),
 }
+# Largest distance at which a token counts, where none is typed.
+DIVERGENCE_BOUNDS = {"binary_kl": 0.05, "tv": 0.1}
 # Words of OpenRLHF 0.11 for aggregations.
 LOSS_AGG_MODES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean"}
 # `rewards.py` or `rewards.py:name`, but not `exec:./rewards.py`.
@@ -182,7 +185,7 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
             yield from super().problems()
 
 
-class RolloutConfig(Base):
+class RolloutConfig(StopConfig):
     """`rollout.*`: how samples are made."""
 
     batch_size: int = option(
@@ -201,7 +204,12 @@ class RolloutConfig(Base):
         at_resume="refused",
     )
     max_new_tokens: int = option(
-        1024, "Most tokens in a response.", "generate_max_len", "max_completion_length", gt=0
+        1024,
+        "Most tokens in a response.",
+        "generate_max_len",
+        "max_completion_length",
+        "max_new_tokens",
+        gt=0,
     )
     temperature: float = option(1.0, "Sampling temperature.", gt=0)
     top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
@@ -256,10 +264,16 @@ class AdvantageConfig(Base):
     lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
     no_std_norm: bool = switch("Do not divide by the standard deviation.", "no_advantage_std_norm")
     is_correction_enable: bool = switch(
-        "Weigh tokens by trainer / engine.", "enable_vllm_is_correction"
+        "Weigh tokens by trainer / engine.",
+        "enable_vllm_is_correction",
+        "vllm_enable_is_correction",
     )
     is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = option(
-        "tis", "tis: token, clip; icepop: token, mask; seq-mask-tis: seq, mask, clamp survivors."
+        "tis",
+        "tis: token, clip; icepop: token, mask; seq-mask-tis: seq, mask, clamp survivors.",
+        "is_correction_type",
+        "vllm_is_correction_type",
+        meanings={"use_icepop": {"true": "icepop"}},
     )
     is_correction_level: Literal["off", "token", "seq", "sequence", "geometric"] | None = option(
         None,
@@ -278,7 +292,7 @@ class AdvantageConfig(Base):
     )
     is_correction_threshold: tuple[float, float] = option(
         (0.5, 5.0),
-        "The band: HIGH, or LOW HIGH.",
+        "The band: HIGH, or LOW HIGH; unset, binary_kl: 0.05, tv: 0.1.",
         "vllm_is_truncated_threshold",
         "is_correction_threshold",
     )
@@ -315,7 +329,8 @@ class AdvantageConfig(Base):
         (level, mode), gating = self.correction_level_and_mode, self.is_correction_gating
         of_level, of_mode = f"--is_correction_level {level}", f"--is_correction_mode {mode}"
         of_gating, has_gating = f"--is_correction_gating {gating}", gating != "ratio"
-        is_on, high = self.is_corrected and level != "off", self.is_correction_threshold[1]
+        is_on = self.is_corrected and level != "off"
+        low, high = self.is_correction_threshold
         only_masks = is_on and mode != "mask"
         yield from clashes(
             (of_level, "--enable_vllm_is_correction", self.is_correction_enable and level == "off"),
@@ -323,10 +338,18 @@ class AdvantageConfig(Base):
             (of_mode, of_gating, only_masks and has_gating),
             (of_gating, of_level, is_on and has_gating and level not in ("token", "seq")),
         )
-        if is_on and gating == "tv" and high >= 1:
+        if has_gating and not self.is_corrected:
+            remedy = f"Add it, or leave {of_gating} out."
+            yield f"{of_gating} needs --enable_vllm_is_correction. {remedy}"
+        if has_gating and low > 0:
             yield (
-                f"--is_correction_gating tv is at most 1, and --is_correction_threshold {high:g} "
-                "lets everything pass. Type --is_correction_threshold 0.1."
+                f"{of_gating} has an upper bound alone: --is_correction_threshold {low:g} {high:g}."
+                f" Type --is_correction_threshold {DIVERGENCE_BOUNDS[gating]}."
+            )
+        elif is_on and gating == "tv" and high >= 1:
+            yield (
+                f"{of_gating} is at most 1, and --is_correction_threshold {high:g} "
+                f"lets everything pass. Type --is_correction_threshold {DIVERGENCE_BOUNDS[gating]}."
             )
 
 
@@ -469,7 +492,9 @@ class PPOConfig(RunConfig):
     logger: PPOLoggerConfig = logger_of("openrlhf_train_ppo", "ppo", PPOLoggerConfig)
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Add group size, placement, checkpointing of the critic and room for the prompt."""
+        """Add group size, placement, checkpointing of the critic and room for the prompt, and
+        the bound of a divergence.
+        """
         yield from super().derived()
         if self.has_group_estimator and not is_given(self, "rollout.n_samples_per_prompt"):
             yield "rollout.n_samples_per_prompt", DEFAULT_GROUP_SIZE
@@ -479,6 +504,10 @@ class PPOConfig(RunConfig):
                 yield f"critic.{name}", getattr(self.actor, name)
         if self.data.max_len is not None:
             yield from self._shares_of_total_length(self.data.max_len)
+        threshold = "algo.advantage.is_correction_threshold"
+        bound = DIVERGENCE_BOUNDS.get(self.algo.advantage.is_correction_gating)
+        if bound is not None and not is_given(self, threshold):
+            yield threshold, (0.0, bound)
 
     def _shapes_of_partners(self) -> Iterator[tuple[str, object]]:
         """Yield for models that share GPUs the shape that somebody gave one of them; a saved config

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from openrlhf.config.base import Base, CommandConfig, option, switch
-from openrlhf.config.common import DeepSpeedConfig, ModelConfig, RewardModelsConfig, clashes
+from openrlhf.config.common import (
+    DeepSpeedConfig,
+    ModelConfig,
+    RewardModelsConfig,
+    StopConfig,
+    clashes,
+)
 from openrlhf.config.supervised import ANSWERED, DatasetConfig
 
 MIB = 1 << 20
@@ -18,16 +24,27 @@ MIB = 1 << 20
 WEIGHTS = ("param_dtype", "attn_implementation", "load_in_4bit", "experts_implementation")
 
 
-class SamplingConfig(Base):
+class SamplingConfig(StopConfig):
     """`rollout.*`: how tokens are chosen."""
 
     greedy_sampling: bool = switch("Always the likeliest token.")
     top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
-    temperature: float = option(1.0, "Sampling temperature; 0: greedy.", ge=0)
+    temperature: float = option(
+        1.0, "Sampling temperature; 0: greedy.", "temperature", "eval_temperature", ge=0
+    )
     repetition_penalty: float = option(1.0, "Above 1: fewer repeated tokens.", gt=0)
 
-    max_new_tokens: int = option(1024, "Most tokens in a response.", gt=0)
-    best_of_n: int = option(1, "Answers to each prompt.", gt=0)
+    max_new_tokens: int = option(
+        1024, "Most tokens in a response.", "max_new_tokens", "generate_max_len", gt=0
+    )
+    best_of_n: int = option(
+        1,
+        "Answers to each prompt.",
+        "best_of_n",
+        "n_samples_per_prompt",
+        "eval_n_samples_per_prompt",
+        gt=0,
+    )
     batch_size: int = option(2048, "Prompts in a slice of --iter.", "rollout_batch_size", gt=0)
     iter: int | None = option(None, "Answer one slice of the prompts, from 0; unset: all.", ge=0)
 
@@ -35,6 +52,22 @@ class SamplingConfig(Base):
     def is_greedy(self) -> bool:
         """Return True if chance plays no part."""
         return self.greedy_sampling or self.temperature == 0
+
+
+class InferenceDataConfig(DatasetConfig):
+    """`data.*` of batch_inference."""
+
+    dataset: str | None = option(
+        None,
+        "Rows: hub ids or paths, with commas between.",
+        "dataset",
+        "dataset_name",
+        "eval_dataset",
+        "prompt_data",
+        needed="data set",
+        opens="data",
+    )
+    dataset_split: str = option("train", "Split of the rows.", "dataset_split", "eval_split")
 
 
 class CSFTConfig(Base):
@@ -83,12 +116,14 @@ class BatchInferenceConfig(CommandConfig):
     eval_task: Literal["generate_vllm", "generate", "rm"] | None = option(
         None, "Answer with vLLM or Hugging Face, or score with a reward model.", needed="task"
     )
-    output_path: str | None = option(None, ".jsonl to write.", needed="output", opens="output_file")
+    output_path: str | None = option(
+        None, ".jsonl to write.", "output_path", "save_path", needed="output", opens="output_file"
+    )
     micro_batch_size: int = option(16, "Rows in a forward pass of one device.", gt=0)
     seed: int = option(1234, "Seed of everything random.", ge=0, lt=2**32)
     full_determinism: bool = switch("Deterministic kernels only.")
     model: ModelConfig = ModelConfig()
-    data: DatasetConfig = DatasetConfig(
+    data: InferenceDataConfig = InferenceDataConfig(
         input_template=None, output_key="output", max_samples=100_000_000
     )
     rollout: SamplingConfig = SamplingConfig()
@@ -144,7 +179,10 @@ class ChatConfig(CommandConfig):
             *("apply_chat_template", "tokenizer_chat_template", "input_template"),
             *("max_len", "ta_prompt"),
         ),
-        "rollout": ("greedy_sampling", "top_p", "temperature", "repetition_penalty"),
+        "rollout": (
+            *("greedy_sampling", "top_p", "temperature", "repetition_penalty"),
+            *("stop", "stop_token_ids"),
+        ),
         "ds": WEIGHTS,
     }
 

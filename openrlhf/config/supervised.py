@@ -339,7 +339,9 @@ class KDLossConfig(Base):
 
     coef: float = option(0.4, "Weight of distillation; on-policy: 1.", "kd_coef", ge=0, le=1)
     divergence: Literal["forward", "reverse", "jsd"] = option(
-        "forward", "KL(teacher, student), KL(student, teacher), or Jensen-Shannon.", "kd_divergence"
+        "forward",
+        "KL(teacher, student), KL(student, teacher), or Jensen-Shannon; on-policy: reverse.",
+        "kd_divergence",
     )
     on_policy_enable: bool = switch(
         "The student answers the prompts, and the teacher scores its answers.", "kd_on_policy"
@@ -375,12 +377,16 @@ class KDConfig(SupervisedConfig):
     logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Add no language-model loss on own responses, and room for the prompt."""
+        """Add no language-model loss on own responses, their divergence, and room for the
+        prompt.
+        """
         yield from super().derived()
         if not self.kd.on_policy_enable:
             return
         if not is_given(self, "kd.coef"):
             yield "kd.coef", 1.0
+        if not is_given(self, "kd.divergence"):
+            yield "kd.divergence", "reverse"
         if not is_given(self, "kd.max_new_tokens"):
             room = max(1, self.data.max_len // 2)
             yield "kd.max_new_tokens", min(self.kd.max_new_tokens, room)

@@ -56,6 +56,21 @@ FLAG_OF_KEY = {
 }
 
 
+def get_strategy(args: Any) -> "DeepSpeedStrategy":
+    """Return the training back end of a command's config, or of the flat arguments of OpenRLHF 0.8
+    as far as they are there.
+    """
+    if isinstance(args, RunConfig):
+        return DeepSpeedStrategy.of(args)
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    ds = {name: given[name] for name in DeepSpeedConfig.model_fields if name in given}
+    if given.get("bf16"):
+        ds["param_dtype"] = "bf16"
+    others = ("seed", "full_determinism", "local_rank")
+    own = {name: given[name] for name in others if name in given}
+    return DeepSpeedStrategy(DeepSpeedConfig(**ds), **own)
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """Size and type of a model, and the ranks that hold it."""

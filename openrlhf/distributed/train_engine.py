@@ -110,7 +110,9 @@ def make_schedule(optimizer: Optimizer, optim: OptimizerConfig, *, num_updates: 
     # PEFT and bitsandbytes come along: seconds, which frozen models need not wait for.
     from transformers import get_scheduler  # noqa: PLC0415
 
-    name, ratio = optim.lr_scheduler, optim.min_lr_ratio
+    name, ratio = str(optim.lr_scheduler), optim.min_lr_ratio
+    if name == "polynomial" and (ratio == 1 or optim.adam.lr == 0):
+        name = "constant_with_warmup"  # transformers refuses a decay to where it begins
     decay = {"num_decay_steps": max(1, int(WSD_DECAY_RATIO * num_updates))}
     kwargs = {
         "cosine_with_min_lr": {"min_lr_rate": ratio},
@@ -119,14 +121,16 @@ def make_schedule(optimizer: Optimizer, optim: OptimizerConfig, *, num_updates: 
         "warmup_stable_decay": {"min_lr_ratio": ratio, **decay},
     }
     # Rounded down: a run of a few updates must not spend its first one at a rate of 0.
+    num_warmup = int(optim.lr_warmup_ratio * num_updates)
     schedule: LambdaLR = get_scheduler(
         name,
         optimizer,
-        num_warmup_steps=int(optim.lr_warmup_ratio * num_updates),
+        num_warmup_steps=num_warmup,
         num_training_steps=num_updates,
         scheduler_specific_kwargs=kwargs.get(name, {}),
     )
-    last = num_updates - (name in EARLY_SCHEDULERS)
+    # A decay of no updates would be a division by zero.
+    last = num_updates - (name in EARLY_SCHEDULERS or num_warmup == num_updates)
     schedule.lr_lambdas = [partial(_held, factor, last) for factor in schedule.lr_lambdas]
     return schedule
 

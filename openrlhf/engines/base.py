@@ -4,7 +4,7 @@ Every engine (vLLM, Hugging Face, fakes in tests) has these calls; nothing above
 knows which one it has.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +26,14 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()  # every id that ends a response (all EOS ids)
     seed: int | None = None
     repetition_penalty: float = 1.0  # above 1: tokens of prompt and response are less likely
+    stop: tuple[str, ...] = ()  # texts that end a response, behind the token that completes one
+
+    def stopping_at(
+        self, texts: Sequence[str] | None, token_ids: Sequence[int] | None
+    ) -> "SamplingSettings":
+        """Return the settings with these further ends of a response."""
+        ids = tuple(dict.fromkeys([*self.stop_token_ids, *(token_ids or ())]))
+        return replace(self, stop=(*self.stop, *(texts or ())), stop_token_ids=ids)
 
     def for_row(self, row_id: int) -> "SamplingSettings":
         """Return the settings of one prompt of many: with a seed, every row has seeds of its own,

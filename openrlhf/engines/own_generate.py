@@ -13,10 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TopPLogitsWarper,
+)
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.utils.packing import is_padded
+from openrlhf.utils.tokenizer import Tokenizer
 
 MAX_NUM_ROWS = 256
 STREAM_SEEDS = 2**40  # seeds of a stream; those of the next begin behind them
@@ -41,8 +49,10 @@ class OwnGenerate:
         max_num_rows: int = MAX_NUM_ROWS,
         weight_version: int = 0,
         stream: int = 0,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.model, self.max_num_rows = model, max_num_rows
+        """`tokenizer` is needed for stop texts."""
+        self.model, self.max_num_rows, self.tokenizer = model, max_num_rows, tokenizer
         self.weight_version, self.stream = weight_version, stream
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
@@ -52,7 +62,8 @@ class OwnGenerate:
         answers: dict[int, Completion] = {}
         with generating(self.model) as base:
             for batch in self._batches(rows):
-                sampled = sample_rows(base, [rows[k] for k in batch], self.weight_version)
+                asked = [rows[k] for k in batch]
+                sampled = sample_rows(base, asked, self.weight_version, self.tokenizer)
                 answers.update(zip(batch, sampled, strict=True))
         in_order = map(answers.__getitem__, range(len(rows)))
         return [list(islice(in_order, request.sampling.num_samples)) for request in requests]
@@ -108,8 +119,31 @@ class ChooseTokens(LogitsProcessor):
         return torch.full_like(scores, -math.inf).scatter_(1, tokens_R1, 0.0)
 
 
+class StopTexts(StoppingCriteria):
+    """Stop a row at the token that completes one of the texts, and note where."""
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, prompt_length: int) -> None:
+        self.texts, self.decode, self.prompt_length = texts, tokenizer.decode, prompt_length
+        # A token is at least one byte; one before them, whose leading space may get lost.
+        self.num_read = max(len(text.encode()) for text in texts) + 1
+        self.lengths: dict[int, int] = {}  # of responses that stopped, by row
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        """Return for every row whether it stops, (R,) bool."""
+        answers_RT = input_ids[:, self.prompt_length :]
+        for row, token_ids in enumerate(answers_RT[:, -self.num_read :].tolist()):
+            text = self.decode(token_ids) if row not in self.lengths else ""
+            if any(stop in text for stop in self.texts):
+                self.lengths[row] = answers_RT.size(1)
+        is_done = [row in self.lengths for row in range(len(input_ids))]
+        return torch.tensor(is_done, device=input_ids.device)
+
+
 def sample_rows(
-    model: Any, rows: Sequence[GenerationRequest], weight_version: int
+    model: Any,
+    rows: Sequence[GenerationRequest],
+    weight_version: int,
+    tokenizer: Tokenizer | None = None,
 ) -> list[Completion]:
     """Return the completion of every row; they run until the last one stops."""
     sampling, prompts = rows[0].sampling, [list(row.prompt_token_ids) for row in rows]
@@ -132,17 +166,23 @@ def sample_rows(
         eos_token_id=list(sampling.stop_token_ids) or None,
         pad_token_id=PAD,
     )
+    texts = []
+    if sampling.stop:
+        assert tokenizer is not None, "stop texts need a tokenizer"
+        texts = [StopTexts(sampling.stop, tokenizer, width)]
     sampled = model.generate(
         token_ids_RL,
         attention_mask=is_token_RL.long(),
         logits_processor=LogitsProcessorList([choose]),
+        stopping_criteria=StoppingCriteriaList(texts),
         synced_gpus=False,
     )[:, width:]
     logprobs = torch.stack(choose.logprobs, dim=1).tolist()
     completions = []
-    for token_ids, numbers in zip(sampled.tolist(), logprobs, strict=True):
-        ends = [k for k, token in enumerate(token_ids) if token in sampling.stop_token_ids]
-        num_tokens = ends[0] + 1 if ends else len(token_ids)
+    for row, (token_ids, numbers) in enumerate(zip(sampled.tolist(), logprobs, strict=True)):
+        ends = [k + 1 for k, token in enumerate(token_ids) if token in sampling.stop_token_ids]
+        ends += [found.lengths[row] for found in texts if row in found.lengths]
+        num_tokens = min(ends, default=len(token_ids))
         completions.append(
             Completion(
                 tuple(token_ids[:num_tokens]),

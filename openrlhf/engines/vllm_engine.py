@@ -311,11 +311,13 @@ class VLLMEngine:
             repetition_penalty=sampling.repetition_penalty,
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
+            stop=list(sampling.stop),
             ignore_eos=True,  # exactly the given ids stop
             seed=sampling.seed,
             logprobs=0,  # of the sampled token
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
             skip_clone=True,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
@@ -337,7 +339,7 @@ def start_llm(settings: Mapping[str, Any]) -> Any:
     try:
         vllm_config = EngineArgs(
             **own,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=False,  # stop texts are found in text
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
             worker_extension_cls=weight_receiver.WORKER_EXTENSION,

@@ -29,7 +29,8 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     """Freeze the model and put an adapter on it: W + alpha / rank * B A (arXiv 2106.09685).
 
     A value head stays trained and is saved with the adapter. With rank 0 return the model as it
-    is. Raises ConfigError for target modules that the model does not have.
+    is. Raises ConfigError for target modules that the model does not have, or whose weights are
+    both its embeddings and its LM head.
     """
     if not lora.rank:
         return model
@@ -49,13 +50,35 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
         modules_to_save=[head] if head else None,
     )
+    flag = f"--target_modules {' '.join(names)}"
     try:
-        return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(
-            f"--target_modules {' '.join(names)}: {first_line(error)} Name linear layers of "
+            f"{flag}: {first_line(error)} Name linear layers of "
             f"{type(model).__name__}, or type {ALL_LINEAR}."
         ) from error
+    if untie(adapted.get_base_model()):
+        raise ConfigError(
+            f"{flag}: embeddings and LM head of {model.name_or_path} are the same weights, and a "
+            f"merged adapter would change both. Leave both out, or type {ALL_LINEAR}."
+        )
+    return adapted
+
+
+def untie(model: nn.Module) -> bool:
+    """Give the LM head weights of its own where it shares those of the embeddings and one of the
+    two has an adapter; return True if that was so.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    own, shared = (getattr(layer, "base_layer", layer) for layer in (head, embedding))
+    is_tied = own is not None and own.weight is shared.weight
+    if not is_tied or (own is head and shared is embedding):
+        return False
+    own.weight = nn.Parameter(own.weight.detach().clone(), requires_grad=False)
+    model.config.get_text_config().tie_word_embeddings = False
+    model.config.tie_word_embeddings = False
+    return True
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -89,6 +112,7 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> Any:
         for kind, keys in (("missing", expected - found), ("unexpected", found - expected - own)):
             if keys:
                 raise ValueError(f"{len(keys)} are {kind} ({', '.join(sorted(keys)[:3])}).")
+        untie(adapted.get_base_model())
     except pickle.UnpicklingError as error:
         raise ConfigError(would_run_code(f"The adapter at {path}", error)) from error
     except (KeyError, TypeError, RuntimeError, ValueError, OSError) as error:
@@ -104,8 +128,13 @@ def merge_adapter_into(model: PreTrainedModel, path: str | os.PathLike[str]) -> 
     adapter, so that what is trained on it names it as its base.
     """
     adapted = load_adapter(model, path)
-    with torch.no_grad():
-        merged: PreTrainedModel = adapted.merge_and_unload()
+    try:
+        with torch.no_grad():
+            merged: PreTrainedModel = adapted.merge_and_unload()
+    except RuntimeError as error:  # lora_bias on a layer that has none
+        raise ConfigError(
+            f"The adapter at {path} cannot be merged: {first_line(error)} Train one without that."
+        ) from error
     merged.requires_grad_(requires_grad=True)
     merged.name_or_path = merged.config._name_or_path = str(path)
     return merged

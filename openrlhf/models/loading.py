@@ -4,6 +4,7 @@ Every key of a checkpoint must find its place and every parameter its value; the
 value head put fresh on a model that never had one. Which attention a model gets is decided here.
 """
 
+import copy
 import json
 import math
 import os
@@ -23,9 +24,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.common import DeepSpeedConfig, RunConfig
 from openrlhf.config.local_paths import looks_local
+from openrlhf.config.supervised import RMConfig
 from openrlhf.errors import ConfigError, Gathered, first_line
 from openrlhf.models.actor import Actor, token_stats
-from openrlhf.models.adapters import SCALE_FIELDS, merge_adapter_into, would_run_code
+from openrlhf.models.adapters import SCALE_FIELDS, add_lora, merge_adapter_into, would_run_code
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.support import OWN_ATTENTION, padding_note, refuse_unsupported
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
@@ -86,7 +88,31 @@ def read_configs(
                 "has_router_loss": has_router_loss and path == paths[0],
             }
             gathered.attempt(partial(refuse_unsupported, facts, path, command.ds, **needs))
+    if paths[0] in found and command.ds.lora.rank:
+        gathered.attempt(partial(check_adapter, found[paths[0]], command))
     return found
+
+
+def check_adapter(config: PretrainedConfig, command: CommandConfig) -> None:
+    """Raise ConfigError for an adapter that does not fit the model; reads no weights."""
+    scores = isinstance(command, RMConfig)
+    model = empty_model(config, command, dtype=torch.float32, scores=scores)
+    adapted = add_lora(model, command.ds.lora)
+    if not scores:
+        Actor(adapted)
+
+
+def empty_model(
+    config: PretrainedConfig, command: CommandConfig, *, dtype: torch.dtype, scores: bool
+) -> PreTrainedModel:
+    """Return a model without weights, with a scalar head if it scores."""
+    kind: Any = transformers.AutoModelForCausalLM
+    if scores:
+        kind, config = transformers.AutoModelForSequenceClassification, copy.deepcopy(config)
+        config.num_labels, config.value_head_prefix = 1, HEAD
+    with torch.device("meta"):
+        trust = command.trust_remote_code
+        return kind.from_config(config, dtype=dtype, trust_remote_code=trust)
 
 
 def _stored_head(path: str) -> dict[str, object]:

@@ -46,6 +46,11 @@ def check_here(ds: DeepSpeedConfig, *, trains: bool = True, is_cuda: bool | None
         ("--use_liger_kernel", trains and ds.use_liger_kernel, "liger_kernel", True),
         ("--load_in_4bit", ds.load_in_4bit, "bitsandbytes", False),
         ("--deepcompile", trains and ds.deepcompile, "torch", True),
+        (
+            "--ds.experts_implementation deepgemm",
+            ds.experts_implementation == "deepgemm",
+            *("kernels", True),
+        ),
     ]
     for flag, is_used, package, needs_gpu in needs:
         lacks = [] if find_spec(package) else [f"the package {package} is not installed"]

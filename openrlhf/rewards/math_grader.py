@@ -68,6 +68,12 @@ def math_equal(answer: str, truth: str) -> bool:
     )
 
 
+def grade_answer(given_answer: str | None, ground_truth: object) -> bool:
+    """Return True if an answer alone, such as that of `extract_boxed_answer`, equals the truth."""
+    boxed = f"\\boxed{{{given_answer}}}"  # read as a whole
+    return given_answer is not None and math_equal(boxed, str(ground_truth))
+
+
 def _equal_in_pool(answer: str, truth: str) -> bool:
     """Compare in a worker that runs this very file; one that takes too long finds no equality."""
     pair = RewardBatch([answer], [""], [answer], [truth])

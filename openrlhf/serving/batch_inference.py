@@ -54,7 +54,7 @@ from openrlhf.utils.logging import notice, redirect_framework_logs, say_notices
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.tokenizer import eos_token_ids, load_tokenizer
+from openrlhf.utils.tokenizer import eos_token_ids, load_tokenizer, unused_sampling
 
 Row = dict[str, Any]
 # Settings that change neither the rows nor their order.
@@ -89,6 +89,9 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     left: list[int] = []
     if topology.is_main:
         say_notices(task.samples.notices)
+        if config.eval_task != "rm":
+            penalty = config.rollout.repetition_penalty
+            say_notices(unused_sampling(task.model_path, repetition_penalty=penalty))
         left = unfinished_items(task, parts)
     left = collectives.broadcast_object(left)
     if left:
@@ -237,7 +240,9 @@ def generated(
     elif mine:
         model = load_causal_lm(task.model_path, config)
         num_rows = config.micro_batch_size
-        own = OwnGenerate(model.to(strategy.device).eval(), max_num_rows=num_rows)
+        own = OwnGenerate(
+            model.to(strategy.device).eval(), max_num_rows=num_rows, tokenizer=task.tokenizer
+        )
         num_prompts = max(num_rows * BATCHES_IN_CHUNK // config.rollout.best_of_n, 1)
         yield from drained(task, task.longest_first(mine, num_prompts), BatchSampler(own.generate))
 
@@ -277,7 +282,7 @@ def sampling_of(task: BatchTask) -> SamplingSettings:
         ),
         seed=config.seed,
         repetition_penalty=rollout.repetition_penalty,
-    )
+    ).stopping_at(rollout.stop, rollout.stop_token_ids)
 
 
 def vllm_engine(task: BatchTask) -> VLLMEngine:

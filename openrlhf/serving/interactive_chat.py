@@ -139,7 +139,9 @@ class Chat:
                 do_sample=not rollout.is_greedy,
                 repetition_penalty=rollout.repetition_penalty,
                 max_new_tokens=self.max_len - prompt.size(1),
-                eos_token_id=list(self._stop_token_ids),
+                eos_token_id=[*self._stop_token_ids, *(rollout.stop_token_ids or ())],
+                stop_strings=list(rollout.stop) if rollout.stop else None,
+                tokenizer=self.tokenizer,
                 pad_token_id=self.tokenizer.pad_token_id,
                 **chance,
             )

@@ -7,10 +7,8 @@ takes is an estimate from the sizes of a layer; kernels and fragments of memory 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -19,7 +17,7 @@ from openrlhf.config.base import CommandConfig
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.distributed.strategy import MAX_BUCKET_SIZE, ModelFacts, effective_stage
 from openrlhf.models.adapters import add_lora
-from openrlhf.models.loading import load_config, resolve_dtype
+from openrlhf.models.loading import empty_model, load_config, resolve_dtype
 from openrlhf.models.support import num_experts_per_token
 
 FP32 = 4  # bytes of a number
@@ -101,14 +99,9 @@ class Share:
 
 def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cuda: bool) -> Shape:
     """Return a model without weights, with its adapter if it trains with one."""
-    trust = command.trust_remote_code
-    facts = load_config(model.path, trust_remote_code=trust)
+    facts = load_config(model.path, trust_remote_code=command.trust_remote_code)
     dtype = resolve_dtype(ds.param_dtype, facts, device_type="cuda" if is_cuda else "cpu")
-    kind: Any = transformers.AutoModelForCausalLM
-    if model.scores:
-        kind, facts.num_labels = transformers.AutoModelForSequenceClassification, 1
-    with torch.device("meta"):
-        module = kind.from_config(facts, dtype=dtype, trust_remote_code=trust)
+    module = empty_model(facts, command, dtype=dtype, scores=model.scores)
     return Shape(add_lora(module, ds.lora) if model.trains else module, facts, dtype)
 
 
@@ -176,7 +169,8 @@ def _key_size(text: PretrainedConfig) -> int:
 
 def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
     """Return the bytes of a forward pass over a micro-batch: what is kept of every layer for the
-    backward pass, its input alone where that recomputes; and the logits of a chunk.
+    backward pass, its input alone where that recomputes; the logits of a chunk; and the sum in fp32
+    of the gradient of a head in half precision.
     """
     text, size = shape.config.get_text_config(), shape.dtype.itemsize
     hidden, queries = text.hidden_size, _head_size(text) * _num_heads(text)
@@ -194,7 +188,9 @@ def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
         layer = layer if model.recomputes else 0.0
     num_tokens = model.num_tokens / ds.ring_attn_size
     num_logits = min(MAX_LOGIT_ROWS, num_tokens) * text.vocab_size / ds.tensor_parallel_size
-    return (kept + layer) * num_tokens + 2 * FP32 * num_logits
+    learns_head = model.trains and not model.scores and not ds.lora.rank and size < FP32
+    head = learns_head * FP32 * hidden * text.vocab_size / ds.tensor_parallel_size
+    return (kept + layer) * num_tokens + 2 * FP32 * num_logits + head
 
 
 def in_words(num_bytes: float) -> str:

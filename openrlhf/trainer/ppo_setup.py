@@ -40,6 +40,7 @@ from openrlhf.utils.tokenizer import (
     eos_token_ids,
     load_tokenizer,
     tokenizer_of,
+    unused_sampling,
 )
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def gather_inputs(
         if source is not None:
             source.close()
         return None
-    say_notices(prompts.notices)
+    say_notices([*unused_sampling(config.policy_path), *prompts.notices])
     for data, about in ((eval_prompts, "evaluation: "), (texts, "--pretrain_data: ")):
         if data is not None:
             say_notices(news(data.notices, prompts.notices), about=about)
@@ -125,7 +126,7 @@ def gather_inputs(
         top_p=rollout.top_p,
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=eos_token_ids(config.policy_path, tokenizer, trust_remote_code=trust),
-    )
+    ).stopping_at(rollout.stop, rollout.stop_token_ids)
     num_samples, temperature = held_out.n_samples_per_prompt, held_out.temperature
     return RunInputs(
         run_dir=run_dir,

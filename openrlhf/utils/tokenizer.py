@@ -74,6 +74,23 @@ def load_tokenizer(
     return tokenizer
 
 
+def get_tokenizer(
+    pretrain: str,
+    model: Any = None,
+    padding_side: str = "left",
+    strategy: object = None,
+    use_fast: bool = True,
+) -> Tokenizer:
+    """Load a tokenizer as OpenRLHF's function of this name does, and give its pad token to the
+    `model`. It is a fast one whatever the others say.
+    """
+    tokenizer = load_tokenizer(pretrain)
+    tokenizer.padding_side = padding_side
+    if model is not None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer
+
+
 def tokenizer_of(command: Any, path: str) -> Tokenizer:
     """Load the tokenizer of a model as the flags of a command say."""
     return load_tokenizer(
@@ -94,6 +111,25 @@ def eos_token_ids(
     """
     found = [tokenizer.eos_token_id, *_configured_eos(model_name_or_path, trust_remote_code)]
     return tuple(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
+
+
+def unused_sampling(model_name_or_path: str, *, repetition_penalty: float = 1.0) -> list[str]:
+    """Return the line that names settings of a model's generation config which are not used."""
+    if (base := base_of_adapter(model_name_or_path)) is not None:
+        return unused_sampling(base, repetition_penalty=repetition_penalty)
+    try:
+        given = transformers.GenerationConfig.from_pretrained(model_name_or_path)
+    except OSError:  # not every model has one
+        return []
+    used = {
+        "top_k": (None, 0),
+        "min_p": (None, 0),
+        "repetition_penalty": (None, repetition_penalty),
+    }
+    asked = {name: getattr(given, name) for name in used}
+    unused = [f"{name} {asked[name]:g}" for name, same in used.items() if asked[name] not in same]
+    where = f"the generation config of {model_name_or_path}"
+    return [f"not used: {', '.join(unused)} of {where}"] if unused else []
 
 
 def encode_text(

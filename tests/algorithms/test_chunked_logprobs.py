@@ -107,3 +107,12 @@ def test_logits_live_for_one_chunk_at_a_time():
         )
         (found[0].sum() + found[1].sum()).backward()
     assert watch.largest == 6 * 100
+
+
+def test_the_weights_gradient_in_bf16_is_as_exact_in_many_chunks_as_in_one():
+    states, weight, _, targets = make_inputs(torch.bfloat16, num_tokens=4096, vocab=50, hidden=32)
+    exact = torch.nn.Parameter(weight.detach().double())
+    dense(states.detach().double(), exact, targets)[0].sum().backward()
+    chunked_logprobs(states, weight, targets, chunk_tokens=32)[0].sum().backward()
+    assert weight.grad.dtype == torch.bfloat16
+    assert (weight.grad.double() - exact.grad).norm() / exact.grad.norm() < 3e-3

@@ -1,6 +1,7 @@
 """Distillation in chunks, against all logits at once."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -123,3 +124,18 @@ def test_logits_live_for_one_chunk_at_a_time(kind):
         )
         loss.backward()
     assert watch.largest == 6 * 100
+
+
+def test_the_heads_gradient_in_bf16_is_as_exact_in_many_chunks_as_in_one():
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator)
+    states, weight = draw(4096, 32).bfloat16(), draw(50, 32).bfloat16().requires_grad_()
+    teacher, targets = Head(states, draw(50, 32).bfloat16()), torch.zeros(4096, dtype=torch.long)
+    losses = {}
+    for chunk_tokens in (4096, 32):
+        weight.grad = None
+        student = Head(states, weight)
+        options = {"coef": 0.5, "kind": "forward", "chunk_tokens": chunk_tokens}
+        chunked_distillation(student, teacher, targets, **options)[0].backward()
+        losses[chunk_tokens] = weight.grad.double()
+    assert (losses[32] - losses[4096]).norm() / losses[4096].norm() < 4e-3

@@ -71,3 +71,12 @@ def test_a_divergence_masks_above_its_bound_alone(gating, distance, level):
     assert found.weights_N.tolist() == pytest.approx([0.5, 1.0])
     found = importance_weights(strict, trainer, engine, num_actions)
     assert found.weights_N.tolist() == [0.0, 1.0 if level == "token" else 0.0]
+
+
+def test_a_token_that_a_divergence_lets_pass_weighs_at_most_five():
+    # An unlikely token: KL(1e-5 || 0.01) is 0.0099, and the trainer holds it 1000 times likelier.
+    trainer, engine = torch.tensor([0.01]).log(), torch.tensor([1e-5]).log()
+    found = importance_weights(
+        Correction("token", "mask", 0.0, 0.05, "binary_kl"), trainer, engine, torch.tensor([1])
+    )
+    assert found.weights_N.tolist() == [5.0] and not found.is_cut_N.any()

@@ -6,6 +6,7 @@ import pytest
 
 from openrlhf.config.base import Caution
 from openrlhf.config.cli import parse_config
+from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.ppo import Estimator, PPOConfig, RewardConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
@@ -31,6 +32,7 @@ NEEDS = {
     KTOConfig: ROWS,
     PRMConfig: ROWS + "--placeholder_token <step> ",
     KDConfig: ROWS + "--teacher_model t ",
+    EvaluateConfig: "--models m --dataset d --remote_rm_url r.py ",
     BatchInferenceConfig: ROWS + "--output_path o.jsonl --eval_task ",
     LoraCombinerConfig: "--model_path m --lora_path l --output_path ",
     ServeRewardConfig: "--reward_pretrain m ",
@@ -80,7 +82,13 @@ PPO_PROBLEMS = [
     ("--policy_loss_type PPO",
      "--policy_loss_type must be one of ppo, gspo, cispo, sapo: PPO. Type ppo, or file.py:name of "
      "your own."),
-    ("--is_correction_level seq --is_correction_gating tv",
+    ("--is_correction_gating tv",
+     "--is_correction_gating tv needs --enable_vllm_is_correction. Add it, or leave "
+     "--is_correction_gating tv out."),
+    ("--is_correction_level seq --is_correction_gating binary_kl --is_correction_threshold 0.1 1",
+     "--is_correction_gating binary_kl has an upper bound alone: --is_correction_threshold 0.1 1. "
+     "Type --is_correction_threshold 0.05."),
+    ("--is_correction_level seq --is_correction_gating tv --is_correction_threshold 5",
      "--is_correction_gating tv is at most 1, and --is_correction_threshold 5 lets everything "
      "pass. Type --is_correction_threshold 0.1."),
     ("--rollout_batch_size 128 --vllm_generate_batch_size 256",
@@ -100,13 +108,15 @@ PROBLEMS = [
     (KTOConfig, "--train_batch_size 1",
      "--train_batch_size must be at least 2: 1. Type --train_batch_size 2."),
     (PRMConfig, "--apply_chat_template",
-     "--apply_chat_template is not a known name. Did you mean --tokenizer_chat_template?"),
+     "--apply_chat_template is not a known name. --help all lists all of them."),
     (PRMConfig, "--micro_train_b 1",
      "--micro_train_b is not a known name. Did you mean --micro_train_batch_size?"),
     (PRMConfig, "--reward_tokens +",
      "--reward_tokens takes 2 or more values: +. Type them with spaces between."),
     (BatchInferenceConfig, "rm --post_processor csft --reward_template {input}",
      "--reward_template has no {reward}. Write {reward} into it."),
+    (EvaluateConfig, "--output_path o.jsonl",
+     "--output_path names a folder: o.jsonl. Type --output_path o."),
     (LoraCombinerConfig, "m/", "--output_path is --model_path: m. Type another folder."),
     (ServeRewardConfig, "--reward_weights 1 2",
      "--reward_weights has 2 values for 1 models of --reward_pretrain. Type one weight for each "

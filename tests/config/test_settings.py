@@ -151,6 +151,14 @@ PPO_TREES = [
     ("--reward_weights 0.25,0.75", "reward.weights", (0.25, 0.75)),
     ("--vllm_is_truncated_threshold 2", "algo.advantage.is_correction_threshold", (0, 2)),
     ("--init_kl_coef -1", "algo.kl.init_coef", 0),
+    # Flat names of 0.9.2 to 0.10.1.
+    ("--param_dtype bf16", "ds.param_dtype", "bf16"),
+    ("--max_new_tokens 99", "rollout.max_new_tokens", 99),
+    ("--best_metric_key none", "ckpt.best_metric_key", "none"),
+    ("--vllm_enable_is_correction", "algo.advantage.is_correction_enable", True),
+    ("--vllm_is_correction_type icepop", "algo.advantage.is_correction_type", "icepop"),
+    ("--use_icepop", "algo.advantage.is_correction_type", "icepop"),
+    ("--ds.experts_implementation deepgemm", "ds.experts_implementation", "deepgemm"),
     # Which of two wins: the last, and one name of one setting.
     ("--seed 1 --seed 4", "train.seed", 4),
     ("--actor.max_norm 3 --max_norm 2", "actor.max_norm", 3),
@@ -178,8 +186,21 @@ OTHER_TREES = [
     (DPOConfig, "--loss_type exo_pair --label_smoothing 0.1", "model.label_smoothing", 0.1),
     (KDConfig, "--kd_on_policy", "kd.coef", 1),
     (KDConfig, "--kd_on_policy --kd_coef 0.5", "kd.coef", 0.5),
+    (KDConfig, "", "kd.divergence", "forward"),
+    (KDConfig, "--kd_on_policy", "kd.divergence", "reverse"),
+    (KDConfig, "--kd_on_policy --kd_divergence jsd", "kd.divergence", "jsd"),
     (KDConfig, "--kd_on_policy --max_len 300", "kd.max_new_tokens", 150),
     (KDConfig, "", "kd.max_new_tokens", 512),
+    # eval and infer take each other's words.
+    (EvaluateConfig, "--dataset d", "data.prompt_dataset", "d"),
+    (EvaluateConfig, "--max_new_tokens 99", "rollout.max_new_tokens", 99),
+    (EvaluateConfig, "--best_of_n 2", "rollout.n_samples_per_prompt", 2),
+    (EvaluateConfig, "--output_path o", "ckpt.output_dir", "o"),
+    (BatchInferenceConfig, "--eval_dataset d", "data.dataset", "d"),
+    (BatchInferenceConfig, "--generate_max_len 99", "rollout.max_new_tokens", 99),
+    (BatchInferenceConfig, "--eval_n_samples_per_prompt 2", "rollout.best_of_n", 2),
+    (BatchInferenceConfig, "--eval_temperature 0.5", "rollout.temperature", 0.5),
+    (BatchInferenceConfig, "--save_path o.jsonl", "output_path", "o.jsonl"),
 ]  # fmt: skip
 
 

@@ -136,3 +136,13 @@ def test_a_key_is_never_written_and_never_kept_in_the_tree(tmp_path):
     assert "canary" not in text
     assert yaml.safe_load(text)["logger"]["wandb"]["key"] == "true"
     assert "local_rank" not in text  # of a process, not of a run
+
+
+def test_a_stop_text_keeps_its_commas_and_line_breaks_on_the_way_through_a_file(tmp_path):
+    flags = ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "r.py"]
+    stops = ("a, b", "\n\n")
+    config = parse_config(PPOConfig, [*flags, "--stop", *stops, "--stop_token_ids", "3,5"]).config
+    save_resolved(config, tmp_path / "config.yaml")
+    again = parse_config(PPOConfig, ["--config", str(tmp_path / "config.yaml")]).config
+    assert again.rollout.stop == config.rollout.stop == stops
+    assert again.rollout.stop_token_ids == (3, 5)

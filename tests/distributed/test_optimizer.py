@@ -196,5 +196,17 @@ def test_every_name_works_and_resumes(name: str) -> None:
     assert run(second, 12) == pytest.approx(straight[8:], abs=1e-15)
 
 
+@pytest.mark.parametrize("name", get_args(Schedule))
+def test_warm_up_may_take_the_whole_run(name: str) -> None:
+    used = run(make(name, 10, warmup_ratio=1.0), 10)
+    assert all(0 <= rate <= PEAK for rate in used)
+
+
+def test_a_polynomial_may_end_where_it_begins() -> None:
+    optim = OptimizerConfig(lr_scheduler="polynomial", min_lr_ratio=1.0, adam=AdamConfig(lr=PEAK))
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    assert run(make_schedule(optimizer, optim, num_updates=5), 5) == [PEAK] * 6
+
+
 def test_a_run_of_one_update_does_not_spend_it_on_warm_up() -> None:
     assert make("cosine_with_min_lr", 1, warmup_ratio=0.03).get_last_lr() == [PEAK]

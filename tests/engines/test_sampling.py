@@ -11,7 +11,9 @@ from tests.engines.helpers import PROMPT, greedy, largest_gap, request
 
 @pytest.fixture(params=["vllm", "own"])
 def sampler(request: pytest.FixtureRequest, model: Any) -> Any:
-    return OwnGenerate(model) if request.param == "own" else request.getfixturevalue("engine")
+    if request.param == "vllm":
+        return request.getfixturevalue("engine")
+    return OwnGenerate(model, tokenizer=request.getfixturevalue("tiny_tokenizer"))
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -52,3 +54,15 @@ def test_every_stop_id_stops_and_belongs_to_the_answer(sampler, model):
         [[answer]] = sampler.generate([sampling])
         assert (answer.token_ids, answer.finish_reason) == (expected, "stop")
         assert len(answer.logprobs) == len(expected)
+
+
+def test_a_stop_text_of_several_tokens_ends_the_answer_behind_it(sampler, model, tiny_tokenizer):
+    tokens, decode = greedy(model, 60), tiny_tokenizer.decode
+    text = next(t for k in range(8, 59) if (t := decode(tokens[k : k + 2])).isascii())
+    end = next(n for n in range(61) if text in decode(tokens[:n]))
+    assert len(text) == 2 and end < 60
+    asked = [request(temperature=0.0, max_new_tokens=60, stop=stop) for stop in ((), ("no", text))]
+    [[whole], [cut]] = sampler.generate(asked)
+    assert (len(whole.token_ids), whole.finish_reason) == (60, "length")
+    assert (cut.token_ids, cut.finish_reason) == (tokens[:end], "stop")
+    assert len(cut.logprobs) == end

@@ -5,18 +5,30 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from openrlhf.config.common import LoraConfig
-from openrlhf.errors import ConfigError
+from openrlhf.config.common import DeepSpeedConfig, LoraConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.distributed.export import export_hf
+from openrlhf.distributed.weights import stored_parameters
+from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
-from openrlhf.models.loading import is_value_model, load_causal_lm, load_config, load_sequence_model
+from openrlhf.models.loading import (
+    is_value_model,
+    load_causal_lm,
+    load_config,
+    load_sequence_model,
+    read_configs,
+)
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import Payload, make_model
 
 LORA = LoraConfig(rank=4, alpha=8)
@@ -147,6 +159,64 @@ def test_only_the_adapter_is_trained_and_a_fresh_one_changes_nothing(
     trained = {name for name, p in actor.named_parameters() if p.grad is not None}
     assert trained and all("lora_" in name for name in trained)
     assert len([name for name in trained if "lora_A" in name]) == 2 * 7  # layers x linear layers
+
+
+ON_EMBEDDINGS: list[dict[str, object]] = [
+    {"target_modules": ["q_proj", "embed_tokens"]},
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    {"target_modules": ["q_proj"], "trainable_token_indices": [20, 21]},
+]
+
+
+@pytest.mark.parametrize("settings", ON_EMBEDDINGS)
+def test_an_adapter_on_tied_embeddings_keeps_its_loss_when_merged_and_exported(
+    tiny_tied_model_dir: Path, tmp_path: Path, batch: PackedBatch, settings: dict[str, object]
+) -> None:
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **settings)
+    adapted = peft.get_peft_model(load_causal_lm(tiny_tied_model_dir), config)
+    randomise(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = load_causal_lm(tmp_path / "adapter")
+    export_hf(merged, load_tokenizer(str(tiny_tied_model_dir)), tmp_path / "model")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = batch.token_ids[None]
+    losses = [model(input_ids=ids, labels=ids).loss for model in (adapted, merged, exported)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-5)
+    assert losses[0].item() == pytest.approx(losses[2].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_tied_embeddings_are_refused_as_target_before_weights_are_read(
+    tiny_tied_model_dir: Path, name: str
+) -> None:
+    path, gathered = str(tiny_tied_model_dir), Gathered()
+    lora = LoraConfig(rank=4, target_modules=("q_proj", name))
+    command = SFTConfig(ds=DeepSpeedConfig(lora=lora))
+    read_configs([path], command, gathered, has_router_loss=False)
+    assert f"--target_modules q_proj {name}: embeddings and LM head of" in gathered.problems[0]
+
+
+def test_an_adapter_on_untied_embeddings_reaches_an_engine_merged(
+    tiny_model_dir: Path, batch: PackedBatch
+) -> None:
+    lora = LoraConfig(rank=4, target_modules=("q_proj", "embed_tokens"))
+    adapted = add_lora(load_causal_lm(tiny_model_dir), lora)
+    randomise(adapted)
+    engine = load_causal_lm(tiny_model_dir)
+    engine.load_state_dict(dict(stored_parameters(adapted)))
+    found, expected = (Actor(model)(batch).logprobs for model in (engine, adapted))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_with_a_bias_where_the_base_has_none_is_refused_in_one_line(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = peft.LoraConfig(r=4, target_modules=["o_proj"], lora_bias=True)
+    peft.get_peft_model(load_causal_lm(tiny_model_dir), config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be merged: .*lora_bias"):
+        load_causal_lm(tmp_path)
 
 
 def test_unknown_target_modules_are_refused(tiny_model_dir: Path) -> None:

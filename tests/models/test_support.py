@@ -32,12 +32,14 @@ def test_everything_a_machine_lacks_is_said_at_once(monkeypatch):
         attn_implementation="flash_attention_3",
         load_in_4bit=True,
         deepcompile=True,
+        experts_implementation="deepgemm",
     )
     for line, flag, module in zip(said[:3], flags, modules, strict=True):
         assert line.startswith(f"{flag}: the package {module} is not installed")
         assert ("torch sees no CUDA device" in line) == (module != "bitsandbytes")
     assert said[0].endswith(f". Mend that, or leave {flags[0]} out.")
-    assert said[3].startswith("--deepcompile: ") and len(said) == 4
+    assert said[3].startswith("--deepcompile: ") and len(said) == 5
+    assert said[4].startswith("--ds.experts_implementation deepgemm: the package kernels is not")
 
 
 def test_fp16_needs_a_gpu_or_a_cpu_that_knows_it(monkeypatch):

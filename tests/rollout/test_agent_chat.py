@@ -168,3 +168,10 @@ def test_a_prompt_is_what_the_data_set_made_of_it(tmp_path, merging_tokenizer):
     runner.act([replace(asked, prompt=prompt)])
     assert engine.requests[0].prompt_token_ids == spelled
     runner.close()
+
+
+def test_a_stop_text_is_left_out_of_the_message_as_the_openai_api_has_it(tiny_tokenizer):
+    dialogue = Dialogue(TextCodec(tiny_tokenizer), ["</a>"])
+    sampled = tiny_tokenizer.encode("so</a>")
+    assert say(dialogue, [USER], sampled)[1]["content"] == "so"
+    assert say(dialogue, [USER], sampled, reason="length")[1]["content"] == "so</a>"

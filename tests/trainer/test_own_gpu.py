@@ -4,13 +4,13 @@ import pytest
 import ray
 
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ray import launcher
+from openrlhf.trainer.ray import utils
 
 
 @pytest.fixture
 def usable(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs as torch would use them."""
-    monkeypatch.setattr(launcher, "check_torch_uses", lambda *_: None)
+    monkeypatch.setattr(utils, "check_torch_uses", lambda *_: None)
 
 
 @pytest.mark.usefixtures("usable")
@@ -31,11 +31,11 @@ def test_a_rank_takes_its_own_gpu_of_those_it_sees(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert launcher.own_gpu() == index
+    assert utils.own_gpu() == index
 
 
 def test_a_gpu_that_torch_cannot_use_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"Ray gives out GPUs on node .*driver >= 580"):
-        launcher.own_gpu()
+        utils.own_gpu()

@@ -168,7 +168,7 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
         (
             "--is_correction_level seq --is_correction_gating binary_kl "
             "--is_correction_clamp_survivors",
-            ("seq", "mask", 0.5, 5.0, "binary_kl", True),
+            ("seq", "mask", 0.0, 0.05, "binary_kl", True),
         ),
     ],
 )

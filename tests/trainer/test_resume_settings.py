@@ -37,7 +37,7 @@ def saved(make: Callable[[str], SFTConfig | PPOConfig] = sft) -> dict:
     [
         (sft, "--train_batch_size 64", "--train_batch_size 128"),
         (sft, "--lr_scheduler linear", "--lr_scheduler cosine_with_min_lr"),
-        (sft, "--bf16", "--ds.param_dtype auto"),
+        (sft, "--bf16", "--param_dtype auto"),
         (sft, "--pretrain n", "--pretrain m"),
         (sft, "--target_modules q_proj v_proj", "--target_modules all-linear"),
         (ppo, "--rollout_batch_size 512", "--rollout_batch_size 1024"),

@@ -13,8 +13,9 @@ from ray.util.placement_group import remove_placement_group
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import EngineError, NumericsError
 from openrlhf.trainer.ppo_utils.demands import RoleDemand
-from openrlhf.trainer.ray.launcher import RayActorGroup, node_address
+from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.placement import place, view_cluster, worker_environment
+from openrlhf.trainer.ray.utils import node_address
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.trainer.workers.model_worker import ModelWorker
 from tests.config.test_cli import OF_CALLER

@@ -13,6 +13,7 @@ from openrlhf.utils.tokenizer import (
     eos_token_ids,
     leading_token_ids,
     load_tokenizer,
+    unused_sampling,
 )
 from tests.tiny import make_model, make_tokenizer
 
@@ -125,3 +126,15 @@ def test_every_eos_of_the_generation_config_or_the_config_ends_a_response(tmp_pa
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": [3]}))
     assert eos_token_ids(str(tmp_path), tokenizer) == (1, 3)
+
+
+def test_sampling_of_a_generation_config_that_is_not_used_is_said(tiny_model_dir, tmp_path):
+    assert unused_sampling(str(tiny_model_dir)) == []
+    settings = {"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "temperature": 0.7}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    where = f"of the generation config of {tmp_path}"
+    assert unused_sampling(str(tmp_path)) == [
+        f"not used: top_k 20, repetition_penalty 1.05 {where}"
+    ]
+    used = unused_sampling(str(tmp_path), repetition_penalty=1.05)
+    assert used == [f"not used: top_k 20 {where}"]

@@ -75,7 +75,7 @@ class ChatSession:
         self.episode = episode
         self.codec = codec
         self.base = base  # sampling of the episode, under what a request says
-        self.dialogue = Dialogue(codec)
+        self.dialogue = Dialogue(codec, episode.request.sampling.stop)
 
     async def chat(self, body: bytes) -> tuple[ChatRequest, dict[str, Any]]:
         """Sample the next turn and return its response; raises HTTPException and AgentError."""
@@ -257,8 +257,8 @@ class Turn:
     tools: object
     rendered: str  # of `spoken`, with the beginning of the answer
     token_ids: list[int]  # prompt, then answer
-    text: str = ""  # as it was sampled, without the token that ended it
-    stop_text: str = ""  # of the token that ended it; empty when it was cut
+    text: str = ""  # as it was sampled, without the token or text that ended it
+    stop_text: str = ""  # that ended it; empty when it was cut
     message: Message = field(default_factory=dict)  # the assistant's message of the API
 
 
@@ -271,8 +271,8 @@ class Dialogue:
     segment.
     """
 
-    def __init__(self, codec: TextCodec) -> None:
-        self.codec = codec
+    def __init__(self, codec: TextCodec, stops: Sequence[str] = ()) -> None:
+        self.codec, self.stops = codec, stops
         self._turns: list[Turn] = []
 
     def prepare(self, messages: object, tools: object = None) -> Turn:
@@ -288,6 +288,9 @@ class Dialogue:
         body = completion.token_ids if is_cut else completion.token_ids[:-1]
         turn.text = self.codec.decode(body)
         turn.stop_text = "" if is_cut else self.codec.decode(completion.token_ids[-1:])
+        said = turn.text + turn.stop_text
+        if found := [said.index(stop) for stop in self.stops if stop in said and not is_cut]:
+            turn.text, turn.stop_text = said[: min(found)], said[min(found) :]
         plain: Message = {"role": "assistant", "content": turn.text}
         turn.message = with_tool_calls(turn.text) or plain if reads_tool_calls else plain
         turn.token_ids = [*turn.token_ids, *completion.token_ids]

@@ -5,7 +5,7 @@ Follows the order of operations in docs/algorithms.md. Forwards nobody needs are
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,20 @@ def make_experience(
         raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
     experience = replace(experience, advantages=advantages_N, returns=returns_N)
     return experience, experience_metrics(experience, kl_N)
+
+
+@dataclass(frozen=True)
+class RemoteExperienceMaker:
+    """A run's settings and workers, by which rollouts become experience: OpenRLHF's name for it."""
+
+    config: PPOConfig
+    forwards: Mapping[str, Forward]
+
+    def make_experience_batch(
+        self, rollouts: Sequence[Rollout], kl_coef: float
+    ) -> tuple[Experience, Metrics]:
+        """Return experience and metrics as `make_experience` does."""
+        return make_experience(self.config, self.forwards, rollouts, kl_coef)
 
 
 def estimator_of(config: AdvantageConfig) -> AdvantageEstimator:

@@ -10,7 +10,8 @@ import ray
 
 from openrlhf.engines.base import Completion, GenerationRequest, Result, WeightBucket
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
-from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, node_address, own_gpu, start_actor
+from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
+from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.progress import Health
 

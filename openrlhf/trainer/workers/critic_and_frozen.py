@@ -19,6 +19,7 @@ from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.workers.model_worker import ModelWorker, TrainedWorker
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tokenizer import tokenizer_of
 
 
 class CriticModelActor(TrainedWorker):
@@ -85,7 +86,11 @@ class FrozenPolicyActor(ModelWorker):
     def init_model(self) -> int:
         """Load the policy; return its parameter count."""
         model = load_causal_lm(self.config.policy_path, self.config).to(self.strategy.device).eval()
-        self.generator = OwnGenerate(model, stream=self.strategy.topology.dp_rank)
+        self.generator = OwnGenerate(
+            model,
+            stream=self.strategy.topology.dp_rank,
+            tokenizer=tokenizer_of(self.config, self.config.policy_path),
+        )
         return sum(p.numel() for p in model.parameters())
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:

@@ -32,6 +32,7 @@ from openrlhf.trainer.workers.weight_sync import Way, WeightTransport, weight_ro
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tokenizer import tokenizer_of
 
 AVERAGE = "average.pt"  # of the weights, in a checkpoint
 
@@ -239,8 +240,12 @@ class PolicyModelActor(TrainedWorker):
                 # every rank generates with a whole copy.
                 model = load_causal_lm(self.config.policy_path, self.config)
                 model = model.to(self.engine.device)
-            stream = self.strategy.topology.dp_rank
-            self.generator = OwnGenerate(model, weight_version=-1, stream=stream)
+            self.generator = OwnGenerate(
+                model,
+                weight_version=-1,
+                stream=self.strategy.topology.dp_rank,
+                tokenizer=tokenizer_of(self.config, self.config.policy_path),
+            )
         if self.generator.weight_version != self.weight_version:
             self._refresh(self.generator)
         return self.generator.generate(requests)

@@ -1,0 +1,81 @@
+"""TRL's words: one table for the error and for docs/from-trl.md."""
+
+import re
+
+import pytest
+
+from openrlhf.config.cli import flag_table, nearest
+from openrlhf.config.from_trl import HERE, OF_ALL, OF_RL, OF_SUPERVISED
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
+from tests.config.test_problems import NEEDS, problems
+from tests.source import ROOT
+
+TRAINERS = (SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig, PPOConfig)
+
+
+@pytest.mark.parametrize(
+    ("heading", "table"),
+    [
+        ("## Flags of all trainers", OF_ALL),
+        ("## SFT, DPO, KTO, rewards", OF_SUPERVISED),
+        ("## GRPO and RLOO", OF_RL),
+    ],
+)
+def test_the_document_has_the_table_of_the_error(heading, table):
+    section = (ROOT / "docs" / "from-trl.md").read_text().split(heading)[1].split("\n\n")[1]
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
+    assert {words.replace("`", ""): text for words, text in rows} == table
+
+
+def test_every_flag_of_the_table_is_one_of_a_trainers():
+    known = {name for config_class in TRAINERS for name in flag_table(config_class)}
+    for word, text in HERE.items():
+        flags = re.findall(r"--(\w+)", text)
+        assert set(flags) <= known, word
+        assert word not in known or word in flags, f"{word} is a flag here, and is said to be none"
+
+
+@pytest.mark.parametrize(
+    ("config_class", "word", "remedy"),
+    [
+        (SFTConfig, "gradient_accumulation_steps 4", "no flag: --train_batch_size is the whole"),
+        (
+            SFTConfig,
+            "max_steps 10",
+            "no flag: --max_epochs (RL: --num_episodes) and --max_samples.",
+        ),
+        (DPOConfig, "warmup_steps 10", "--lr_warmup_ratio, a share of all steps."),
+        (PPOConfig, "reward_funcs r.py", "--remote_rm_url file.py; a model: --reward_pretrain."),
+        (SFTConfig, "push_to_hub", "no flag: hf upload YOUR_NAME/YOUR_MODEL FOLDER"),
+        (SFTConfig, "load_best_model_at_end", "no flag: RL keeps the best model"),
+        (PPOConfig, "log_completions", "--print_samples; every sample is in rollouts/."),
+        (PPOConfig, "use_vllm", "vLLM engines are the default"),
+    ],
+)
+def test_the_words_that_trls_users_type_first_get_the_right_neighbour(config_class, word, remedy):
+    [line] = problems(config_class, f"{NEEDS[config_class]} --{word}")
+    name = word.split()[0]
+    assert line.startswith(f"--{name} is not a known name. It is TRL's; here: {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("config_class", "word"),
+    [
+        (SFTConfig, "reward_funcs"),  # of RL
+        (SFTConfig, "train_dataset"),  # not --eval_dataset
+        (SFTConfig, "label_names"),  # not --dataset_name
+        (PPOConfig, "ddp_timeout"),  # not --reward_timeout_s
+    ],
+)
+def test_a_suggestion_that_is_far_off_is_not_made(config_class, word):
+    assert nearest(config_class, word) == []
+    expected = f"--{word} is not a known name. --help all lists all of them."
+    assert problems(config_class, f"{NEEDS[config_class]} --{word} x") == [expected]
