@@ -411,3 +411,23 @@ def test_a_thousand_episodes_wait_at_once_without_threads_of_their_own(tmp_path,
     assert growth < NUM_AT_ONCE * 100 * 2**10
     assert max(num_threads) < 40
     runner.close()
+
+
+def test_a_script_without_a_main_guard_runs_once(tmp_path, tiny_model_dir):
+    file = write_agent(tmp_path, environment("return DONE"))
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""print("begun", flush=True)
+from pathlib import Path
+import transformers
+from tests.rollout.agent_fakes import StreamingEngine, act_one, says
+
+tokenizer = transformers.AutoTokenizer.from_pretrained("{tiny_model_dir}")
+print(act_one(Path("{file}"), StreamingEngine(says(tokenizer, "ok")), tokenizer).reward)
+"""
+    )
+    environ = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environ, check=False
+    )
+    assert done.stdout.split() == ["begun", "1.0"], done.stderr

@@ -171,6 +171,13 @@ def test_an_execute_with_a_loop_of_its_own_finds_what_the_older_base_had(tmp_pat
     assert text == "hi" + "yes<|end|>again" * 2 + "yes<|end|>"
 
 
+def test_an_execute_may_end_with_ray_kill_of_its_environment(tmp_path, tiny_tokenizer):
+    own_loop = dedent(OWN_LOOP) + "            ray.kill(instance)\n"
+    file = write_agent(tmp_path, "import ray\n" + dedent(ENV) + own_loop)
+    result = act_one(file, StreamingEngine(says(tiny_tokenizer, "yes")), tiny_tokenizer)
+    assert (result.reward, result.num_turns) == (0.75, 3)
+
+
 def test_an_agent_may_count_with_the_tokens_that_a_turn_may_have(tmp_path, tiny_tokenizer):
     code = """
         from openrlhf.utils.agent import AgentExecutorBase

@@ -12,9 +12,12 @@ import math
 import multiprocessing
 import secrets
 import socket
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from types import ModuleType
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -46,6 +49,18 @@ CONTEXT.set_forkserver_preload(["openrlhf.rollout.agents.worker", "transformers"
 REQUEST, RESULT = TypeAdapter(GenerationRequest), TypeAdapter(EpisodeResult)
 
 
+def _start_without_main(process: BaseProcess) -> None:
+    """Start a process that does not import the program's main file: a script that trains without a
+    main guard would train a second time in it.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
+
+
 class AgentProcess:
     """One worker process, from its start to its end."""
 
@@ -67,7 +82,7 @@ class AgentProcess:
         self._process = CONTEXT.Process(
             target=serve, args=(theirs, self.setup, self._token), name="agents"
         )
-        await asyncio.to_thread(self._process.start)
+        await asyncio.to_thread(_start_without_main, self._process)
         atexit.register(self.kill)
         theirs.close()
         await self._channel.open(ours)

@@ -41,6 +41,7 @@ from openrlhf.utils.agent import (
     AgentInstanceBase,
     MultiTurnAgentExecutor,
     OpenAISession,
+    RemoteInstance,
 )
 from openrlhf.utils.processes import kill_tree
 from openrlhf.utils.threads import LoopThread
@@ -277,6 +278,7 @@ def make_executor(path: str, context: Mapping[str, Any], *, step_timeout_s: floa
     `context` has a value for each of INIT_NAMES.
     """
     executor_class, instance_class = load_agent(path)
+    _let_ray_kill_instances()
     given = {**context, "agent_instance_cls": instance_class}
     with blaming(path, ConfigError):
         made = executor_class or MultiTurnAgentExecutor
@@ -289,6 +291,22 @@ def make_executor(path: str, context: Mapping[str, Any], *, step_timeout_s: floa
             if getattr(executor, name) is None:
                 setattr(executor, name, given[name])
     return executor
+
+
+def _let_ray_kill_instances() -> None:
+    """Let `ray.kill` of an environment do nothing in this process: older code ends with it, and the
+    environment is no actor but ends with its episode.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or hasattr(ray.kill, "plain"):
+        return
+
+    def kill(actor: Any, *, no_restart: bool = True) -> None:
+        if not isinstance(actor, RemoteInstance):
+            kill.plain(actor, no_restart=no_restart)  # type: ignore[attr-defined]
+
+    kill.plain = ray.kill  # type: ignore[attr-defined]
+    ray.kill = kill
 
 
 def refuse_unknown(path: str | Path, function: Callable[..., Any], known: Sequence[str]) -> None:
