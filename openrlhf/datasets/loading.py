@@ -413,8 +413,14 @@ def _csv_options(path: Path, problems: list[str]) -> dict[str, Any]:
                 problems.append(f"{place}: {error}")
     if problems:
         return {}
+    csv.field_size_limit(MAX_LINE_MIB * 2**20)
     with path.open(encoding="utf-8-sig", newline="") as text:
-        names = next(filter(None, csv.reader(text)), [])
+        records = filter(None, csv.reader(text))
+        names = next(records, [])
+        for number, cells in enumerate(records, start=1):
+            if len(cells) != len(names):
+                told = f"{len(cells)} cells, and the first line names {len(names)} columns"
+                problems.append(f"{path}: row {number}: {told}. Quote a cell with a comma in it")
     if len(set(names)) < len(names):
         raise DataError(f"{path} has two columns of one name: {', '.join(names)}. Rename one.")
     features = Features({name: Value("string") for name in names})

@@ -190,7 +190,10 @@ def test_cells_of_a_csv_are_text_as_it_stands(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a,b\n1,2\n3\n4,5,6\n", r"csv is damaged: .*Expected 2 fields in line 4, saw 3"),
+        (b"a,b\n1,2\n3\n", r"csv: row 2: 1 cells, and the first line names 2 columns. Quote"),
+        (b"a,b\nHi, you,x\nBye, you,y\n", r"csv: row 1: 3 cells"),
+        (b"a,b\nBye,ciao,\n\nHi,x,\n", r"csv: row 2: 3 cells"),
+        (b'a,b\n"x\ny",1\n"say \\"hi\\", ok",x\n', r"csv: row 2: 3 cells"),
         (b"a,b\n1,\xff\n", r"csv:2: .*can't decode byte 0xff"),
         (b"a\n1\n\0\0\0\0", r"csv:3: zero bytes"),
         (b"a,a\n1,2\n", r"csv has two columns of one name: a, a. Rename"),
