@@ -1,6 +1,7 @@
 """Files, folders, blends, and what can be wrong with them, each with its place and a remedy."""
 
 import gzip
+import json
 
 import datasets
 import pytest
@@ -163,6 +164,32 @@ def test_mixed_types_in_a_column_are_refused(tmp_path):
     two = write_jsonl(tmp_path / "two.jsonl", [{"label": "x"}])
     with pytest.raises(DataError, match=r"do not fit together"):
         load_rows(f"{one},{two}")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 7, 10**20],
+        [2**63 - 1, None, -(2**63)],
+        [12345678901234567891, 12345678901234567892],
+        [1, 0.5, 0.30000000000000004, 3.141592653589793],
+        [{"n": 1}, {"n": 0.5}, {"m": [1, {"x": "007"}]}],
+        [[1, 2.5], ["a"], []],
+        ["2020-01-01", "2020-01-01T10:00:00Z"],
+    ],
+)
+def test_values_stand_in_the_table_as_they_stand_in_the_file(tmp_path, values):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"q": "x", "a": value} for value in values])
+    plain = write_jsonl(tmp_path / "plain.jsonl", [{"q": "y", "a": value} for value in values[:1]])
+    found = load_rows(f"{path},{plain}")["a"]
+    assert json.dumps(list(found)) == json.dumps([*values, values[0]])
+
+
+def test_a_number_beyond_floats_is_refused_by_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 0.1}\n{"a": [1e400]}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:2: not JSON: 1e400 is not a number that"):
+        load_rows(str(path))
 
 
 def test_damaged_binary_files_are_named(tmp_path):
