@@ -10,17 +10,21 @@ import csv
 import gzip
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+from typing import Any, BinaryIO, ClassVar, NoReturn, TypeAlias, TypeVar, cast
+from warnings import catch_warnings
 
 import datasets
 import pyarrow as pa
 from datasets import Dataset, Features, Value
 from datasets.data_files import SPLIT_KEYWORDS, DataFilesDict, EmptyDatasetError, get_data_patterns
 from datasets.exceptions import DatasetGenerationError, DatasetsError
+from datasets.features.features import register_feature
 
 from openrlhf.config.base import DATA_SUFFIXES
 from openrlhf.config.common import last_words
@@ -33,6 +37,7 @@ Parts: TypeAlias = list[tuple[str, Dataset]]  # of a data set: file, its rows
 
 MAX_LINE_MIB = 64
 MAX_SHOWN = 20  # bad rows
+REPAIR = "Repair or remove them."
 _BUILDERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # all others hold JSON
 _DAMAGED = (DatasetsError, pa.ArrowException, ValueError, TypeError)
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark too
@@ -128,6 +133,7 @@ def _blend(
     """Return all rows of the data sets, or rows drawn from them until one is used up; raise
     DataError if their columns differ in type.
     """
+    found = _with_exact_columns(found)
     parts = [part for each in found for part in each]
     try:
         if weights is None:
@@ -147,6 +153,21 @@ def _blend(
     ]
     rows.info.description = json.dumps({"files": files})
     return rows
+
+
+def _with_exact_columns(found: list[Parts]) -> list[Parts]:
+    """Return the data sets with each column exact in all of them that is so in one."""
+    kind, tables = ExactJson(), [rows for parts in found for _, rows in parts]
+    exact = {n for rows in tables for n, f in rows.features.items() if isinstance(f, ExactJson)}
+
+    def aligned(rows: Dataset) -> Dataset:
+        for name in exact & set(rows.column_names):
+            if not isinstance(rows.features[name], ExactJson):
+                texts = [*map(kind.encode_example, rows[name])]
+                rows = rows.remove_columns(name).add_column(name, texts, feature=kind)
+        return rows
+
+    return [[(name, aligned(rows)) for name, rows in parts] for parts in found]
 
 
 def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -> Parts:
@@ -297,39 +318,85 @@ def read_file(path: Path) -> Dataset:
 
 
 def _load_file(path: Path) -> Dataset:
-    kind, problems, options = _BUILDERS.get(path.suffix, "json"), list[str](), dict[str, Any]()
-    if kind == "csv":
-        options = _csv_options(path, problems)
-    elif kind == "json":
-        num_rows = sum(1 for _ in _json_rows(path, problems))
-        options = {"parse_agent_traces": False} if num_rows else {}
-    raise_bad_rows(str(path), problems, "Repair or remove them.")
-    if kind in ("csv", "json") and not options:
+    kind, problems = _BUILDERS.get(path.suffix, "json"), list[str]()
+    if kind == "json":
+        return _load_json(path)
+    options = _csv_options(path, problems) if kind == "csv" else {}
+    raise_bad_rows(str(path), problems, REPAIR)
+    if kind == "csv" and not options:
         return Dataset.from_dict({})
     try:
-        rows = datasets.load_dataset(kind, data_files=str(path), split="train", **options)
-        if kind != "json" or "timestamp" not in str(rows.features):
-            return rows
+        return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
     except _DAMAGED as error:
         if "corresponds to no data" in str(error):
             return Dataset.from_dict({})
-        if kind != "json":
-            reason = first_line(error.__cause__ or error)
-            raise DataError(f"{path} is damaged: {reason}. Write it again.") from error
-    # The library makes times of dates, and cannot read a column that only a late row has.
+        reason = first_line(error.__cause__ or error)
+        raise DataError(f"{path} is damaged: {reason}. Write it again.") from error
+
+
+@dataclass
+class ExactJson:
+    """A column whose values are as they stand in the file, whatever their types; kept as JSON text.
+
+    The library's own `Json` rounds fractions and refuses integers beyond 64 bits.
+    """
+
+    pa_type: ClassVar[pa.DataType] = pa.string()
+    _type: str = field(default="ExactJson", init=False, repr=False)
+
+    def __call__(self) -> pa.DataType:
+        return self.pa_type
+
+    def encode_example(self, example_data: object) -> str | None:
+        return None if example_data is None else json.dumps(example_data)
+
+    def decode_example(self, example_data: str | None, token_per_repo_id: object = None) -> object:
+        return None if example_data is None else json.loads(example_data)
+
+    def cast_storage(self, storage: pa.Array) -> pa.Array:
+        return storage.cast(self.pa_type)  # encoded before
+
+
+with catch_warnings(action="ignore"):  # it may change, says the library
+    register_feature(ExactJson, "ExactJson")
+
+
+def _load_json(path: Path) -> Dataset:
+    """Return the rows of a JSON file: as the library reads them, or else exactly."""
+    problems, columns = list[str](), dict[str, bool]()
+    num_rows = sum(1 for _ in _json_rows(path, problems, columns))
+    raise_bad_rows(str(path), problems, REPAIR)
+    if not num_rows:
+        return Dataset.from_dict({})
     try:
-        return Dataset.from_list(list(_json_rows(path, [])))
-    except (pa.ArrowException, OverflowError, UnicodeError) as error:
-        raise DataError(
-            f"{path} cannot be read as a table: {first_line(error)}. Use one type per column."
-        ) from error
+        options = {"data_files": str(path), "split": "train", "parse_agent_traces": False}
+        rows = datasets.load_dataset("json", **options)
+        features = dict(rows.features)
+    except _DAMAGED:  # a column that only a late row has, or values of several types within one
+        rows, features = None, dict.fromkeys(columns, ExactJson())
+    for name, feature in features.items():
+        # The library makes times of dates.
+        is_other = any(kind in str(feature) for kind in ("timestamp", "Json("))
+        if is_other or not columns[name]:
+            features[name] = ExactJson()
+    if rows is not None and features == rows.features:
+        return rows
+    version = {"path": path, "written_ns": path.stat().st_mtime_ns}  # decides where it is cached
+    return Dataset.from_generator(_exact_rows, features=Features(features), gen_kwargs=version)
 
 
-def _json_rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of JSON lines or of one JSON array; note bad ones, and a column whose
-    values are of several types.
+def _exact_rows(path: Path, written_ns: int) -> Iterator[dict[str, Any]]:
+    yield from _json_rows(path, [], {})
+
+
+def _json_rows(
+    path: Path, problems: list[str], columns: dict[str, bool]
+) -> Iterator[dict[str, Any]]:
+    """Yield the objects of JSON lines or of one JSON array; note bad ones, a column whose
+    values are of several types, and for each column if a table holds its numbers as they are.
     """
     kinds: dict[str, str] = {}
+    numbers: dict[tuple[str, ...], type] = {}
     for place, row in _json_values(path, problems):
         if not isinstance(row, dict):
             problems.append(f"{place}: {type(row).__name__} instead of an object")
@@ -340,8 +407,25 @@ def _json_rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
                 told = f"column '{name}' mixes types: {kind} after {kinds[name]}. Use one type"
                 problems.append(f"{place}: {told}")
                 break
+            columns[name] = columns.get(name, True) and _fits_column(value, (name,), numbers)
         else:
             yield row
+
+
+def _fits_column(
+    value: object, path: tuple[str, ...], numbers: dict[tuple[str, ...], type]
+) -> bool:
+    """Return True unless a number would become another one in a column that has one type: a whole
+    one among fractions, or one of over 64 bits. `numbers` holds the types by place.
+    """
+    if isinstance(value, dict):
+        return all(_fits_column(item, (*path, key), numbers) for key, item in value.items())
+    if isinstance(value, list):
+        return all(_fits_column(item, path, numbers) for item in value)
+    if type(value) not in (int, float):
+        return True
+    is_small = isinstance(value, float) or -(2**63) <= cast(int, value) < 2**63
+    return is_small and numbers.setdefault(path, type(value)) is type(value)
 
 
 def _json_values(path: Path, problems: list[str]) -> Iterator[tuple[str, object]]:
@@ -355,7 +439,10 @@ def _json_values(path: Path, problems: list[str]) -> Iterator[tuple[str, object]
                 continue
             try:
                 value = json.loads(
-                    _text(line), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
+                    _text(line),
+                    object_pairs_hook=_unique_keys,
+                    parse_constant=_refuse_constant,
+                    parse_float=_finite,
                 )
             except (ValueError, RecursionError) as error:
                 reason = first_line(error)
@@ -399,7 +486,12 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return row
 
 
-def _refuse_constant(name: str) -> object:
+def _finite(text: str) -> float:
+    number = float(text)
+    return _refuse_constant(text) if math.isinf(number) else number
+
+
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number that can be trained on")
 
 
@@ -413,8 +505,14 @@ def _csv_options(path: Path, problems: list[str]) -> dict[str, Any]:
                 problems.append(f"{place}: {error}")
     if problems:
         return {}
+    csv.field_size_limit(MAX_LINE_MIB * 2**20)
     with path.open(encoding="utf-8-sig", newline="") as text:
-        names = next(filter(None, csv.reader(text)), [])
+        records = filter(None, csv.reader(text))
+        names = next(records, [])
+        for number, cells in enumerate(records, start=1):
+            if len(cells) != len(names):
+                told = f"{len(cells)} cells, and the first line names {len(names)} columns"
+                problems.append(f"{path}: row {number}: {told}. Quote a cell with a comma in it")
     if len(set(names)) < len(names):
         raise DataError(f"{path} has two columns of one name: {', '.join(names)}. Rename one.")
     features = Features({name: Value("string") for name in names})

@@ -1,6 +1,7 @@
 """Files, folders, blends, and what can be wrong with them, each with its place and a remedy."""
 
 import gzip
+import json
 
 import datasets
 import pytest
@@ -165,6 +166,32 @@ def test_mixed_types_in_a_column_are_refused(tmp_path):
         load_rows(f"{one},{two}")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 7, 10**20],
+        [2**63 - 1, None, -(2**63)],
+        [12345678901234567891, 12345678901234567892],
+        [1, 0.5, 0.30000000000000004, 3.141592653589793],
+        [{"n": 1}, {"n": 0.5}, {"m": [1, {"x": "007"}]}],
+        [[1, 2.5], ["a"], []],
+        ["2020-01-01", "2020-01-01T10:00:00Z"],
+    ],
+)
+def test_values_stand_in_the_table_as_they_stand_in_the_file(tmp_path, values):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"q": "x", "a": value} for value in values])
+    plain = write_jsonl(tmp_path / "plain.jsonl", [{"q": "y", "a": value} for value in values[:1]])
+    found = load_rows(f"{path},{plain}")["a"]
+    assert json.dumps(list(found)) == json.dumps([*values, values[0]])
+
+
+def test_a_number_beyond_floats_is_refused_by_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 0.1}\n{"a": [1e400]}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:2: not JSON: 1e400 is not a number that"):
+        load_rows(str(path))
+
+
 def test_damaged_binary_files_are_named(tmp_path):
     parquet = tmp_path / "rows.parquet"
     datasets.Dataset.from_list(ROWS).to_parquet(parquet)
@@ -190,7 +217,10 @@ def test_cells_of_a_csv_are_text_as_it_stands(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a,b\n1,2\n3\n4,5,6\n", r"csv is damaged: .*Expected 2 fields in line 4, saw 3"),
+        (b"a,b\n1,2\n3\n", r"csv: row 2: 1 cells, and the first line names 2 columns. Quote"),
+        (b"a,b\nHi, you,x\nBye, you,y\n", r"csv: row 1: 3 cells"),
+        (b"a,b\nBye,ciao,\n\nHi,x,\n", r"csv: row 2: 3 cells"),
+        (b'a,b\n"x\ny",1\n"say \\"hi\\", ok",x\n', r"csv: row 2: 3 cells"),
         (b"a,b\n1,\xff\n", r"csv:2: .*can't decode byte 0xff"),
         (b"a\n1\n\0\0\0\0", r"csv:3: zero bytes"),
         (b"a,a\n1,2\n", r"csv has two columns of one name: a, a. Rename"),
