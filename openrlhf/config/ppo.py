@@ -572,6 +572,12 @@ class PPOConfig(RunConfig):
         yield from self.actor.problems()
         yield from self._shape_problems()
         yield from self._async_problems()
+        if self.eval.early_stop and self.eval.steps < 1:
+            yield (
+                f"--early_stop {self.eval.early_stop} with --eval_steps {self.eval.steps}: the "
+                "evaluations are the first and the last. Type how many steps are between two: "
+                "--eval_steps 10."
+            )
 
     def _reward_problems(self) -> Iterator[str]:
         sources = {

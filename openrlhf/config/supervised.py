@@ -81,7 +81,7 @@ ROWS = (
 )
 ANSWERED = (*ROWS, "apply_chat_template", "input_template", "input_key", "output_key")
 PAIRS = (*ROWS, "apply_chat_template", "input_template", "prompt_key", "chosen_key", "rejected_key")
-HELD_OUT = ("dataset", "split", "steps")  # of `eval.*`
+HELD_OUT = ("dataset", "split", "steps", "early_stop")  # of `eval.*`
 
 
 # Of what `--help` shows: before and behind the settings of each method.

@@ -135,11 +135,13 @@ def _held(factor: Callable[[int], float], last: int, num_done: int) -> float:
     return factor(min(num_done, last))
 
 
-def resume_schedule(schedule: LambdaLR, state: dict[str, Any]) -> None:
-    """Take up where `state_dict` was taken, at the peak rate of then; shape and length are this
-    schedule's own.
+def resume_schedule(
+    schedule: LambdaLR, state: dict[str, Any], *, has_own_rate: bool = False
+) -> None:
+    """Take up where `state_dict` was taken, at the peak rate of then, or its own; shape and length
+    are this schedule's own.
     """
-    schedule.load_state_dict(state)
+    schedule.load_state_dict(state | ({"base_lrs": schedule.base_lrs} if has_own_rate else {}))
     groups = schedule.optimizer.param_groups
     for group, peak, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = peak * factor(schedule.last_epoch)
@@ -256,9 +258,10 @@ class TrainEngine:
 
         collectives.together(write)
 
-    def load_states(self, folder: Path) -> None:
-        """Take up weights, optimizer and schedule from `folder`; all ranks call. If one finds a
-        reason to refuse, all raise CheckpointError.
+    def load_states(self, folder: Path, *, has_own_rate: bool = False) -> None:
+        """Take up weights, optimizer and schedule from `folder`, the learning rate too unless this
+        engine `has_own_rate`; all ranks call. If one finds a reason to refuse, all raise
+        CheckpointError.
         """
         engine, is_universal = self.engine, self.use_universal_ckpt
         facts = collectives.together(lambda: _read_facts(engine, folder, is_universal=is_universal))
@@ -274,7 +277,7 @@ class TrainEngine:
             for part in _parts(engine):
                 part.parameter.ds_tensor.view(-1)[: part.numel].copy_(part.of(part.flat))
             zero.checkpoint_event_epilogue()
-        resume_schedule(self.schedule, facts["schedule"])
+        resume_schedule(self.schedule, facts["schedule"], has_own_rate=has_own_rate)
 
     def _can_move_states(self) -> bool:
         is_on_cpu = self.engine.zero_use_cpu_optimizer()  # --adam_offload

@@ -48,6 +48,15 @@ def say_outcome(
             warn(f"{words}. The model of step {step}: {where(step)}.")
 
 
+def stopped_early(evaluations: Sequence[Values], name: str) -> str:
+    """Return why a run ends before its last step."""
+    best = noteworthy(evaluations, name)[1]
+    return (
+        f"early stop: {num_since_best(evaluations, name)} evaluation(s) in a row were not better "
+        f"than {short_name(name)} {with_error(best, name)} of step {best['step']:.0f}"
+    )
+
+
 def got_worse(evaluations: Sequence[Values], name: str) -> str:
     """Return how the last evaluation is worse than the best by a metric; empty if it is not, or by
     no more than chance explains.
@@ -119,6 +128,12 @@ def noteworthy(evaluations: Sequence[Values], name: str) -> list[Values]:
     # Of two that are equal the earlier one is the best: its model is the one that is kept.
     best = max(found, key=lambda values: (sign * values[name], -values["step"]))
     return [found[0], best, found[-1]]
+
+
+def num_since_best(evaluations: Sequence[Values], name: str) -> int:
+    """Return how many evaluations by a metric there were after the best one; -1 without any."""
+    found = known(evaluations, name)
+    return len(found) - 1 - found.index(noteworthy(found, name)[1]) if found else -1
 
 
 def has_fallen(best: Values, last: Values, name: str) -> bool:

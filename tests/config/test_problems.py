@@ -78,7 +78,7 @@ PPO_PROBLEMS = [
      f"--advantage_estimator must be one of {', '.join(get_args(Estimator))}: grpo. Type "
      "group_norm, or file.py:name of your own."),
     ("--report_to slack",
-     "--report_to is unknown: slack. Type one of wandb, all, tensorboard, none."),
+     "--report_to is unknown: slack. Type one of wandb, all, trackio, mlflow, tensorboard, none."),
     ("--qqqq 1", "--qqqq is not a known name. --help all lists all of them."),
     ("--policy_loss_type PPO",
      "--policy_loss_type must be one of ppo, gspo, cispo, sapo: PPO. Type ppo, or file.py:name of "

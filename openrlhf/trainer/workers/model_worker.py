@@ -299,7 +299,8 @@ class TrainedWorker(ModelWorker):
         """Load what `save_states` wrote; return True if random numbers go on where they stood,
         which they cannot on another number of ranks.
         """
-        self.engine.load_states(Path(folder) / self.role)
+        has_own_rate = self.config.ckpt.reset_lr
+        self.engine.load_states(Path(folder) / self.role, has_own_rate=has_own_rate)
         return together(lambda: self.load_own(Path(folder)))
 
     def save_own(self, folder: Path) -> None:
