@@ -19,7 +19,7 @@ import logging
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -51,6 +51,7 @@ WEIGHTS, STEP = "fp32", "step"  # the other keys of a part are those of the opti
 EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
 # Norms, biases, and what Mamba layers have instead: experts and heads stack them to any shape.
 VECTORS = re.compile(r"norm\.|bias$|\.A_log$|\.D$")
+MAX_SAMPLED = 4096  # numbers of a parameter, for the size of an update
 WSD_DECAY_RATIO = 0.2  # part of the run that warmup_stable_decay spends in its decay
 
 
@@ -164,6 +165,7 @@ class TrainEngine:
         self.device = device
         self.use_universal_ckpt = use_universal_ckpt
         self.num_skipped_steps = 0  # fp16 overflows in a row
+        self.update_ratio = 0.0  # norm of the last update by that of the weights, of this rank
         self._max_norm = max_norm
         # Plain fp32 data parallelism: DeepSpeed clips unseen and never checks, so both are done
         # here.
@@ -203,8 +205,10 @@ class TrainEngine:
         NumericsError. In fp16 it belongs to finding the loss scale: it is logged, `inf` is
         returned, and only many in a row raise.
         """
+        before = [(weights.clone(), stride) for weights, stride in _samples(self.engine)]
         grad_norm = self._plain_step() if self._is_plain else self._zero_step()
         if math.isfinite(grad_norm):
+            self.update_ratio = _change(before, _samples(self.engine))
             self.num_skipped_steps = 0
             self.schedule.step()
             return grad_norm
@@ -425,6 +429,24 @@ def _parts(engine: "DeepSpeedEngine") -> Iterator[Part]:
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
             flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
             yield Part(name, parameter, here.start, here.numel, flat, there.start)
+
+
+def _samples(engine: "DeepSpeedEngine") -> Iterator[tuple[Tensor, int]]:
+    """Yield evenly spaced numbers of each parameter that this rank optimizes, and the spacing."""
+    for part in _parts(engine):
+        stride = max(1, part.numel // MAX_SAMPLED)
+        yield part.of(part.flat)[::stride], stride
+
+
+def _change(before: Iterable[tuple[Tensor, int]], after: Iterable[tuple[Tensor, int]]) -> float:
+    """Return the norm of the change of samples by that of their values before; 0 of none."""
+    changes, sizes = [], []
+    for (old, stride), (new, _) in zip(before, after, strict=True):
+        changes.append(stride * (new.float() - old.float()).square().sum())
+        sizes.append(stride * old.float().square().sum())
+    if not sizes or (size := torch.stack(sizes).sum().item()) == 0:
+        return 0.0
+    return math.sqrt(torch.stack(changes).sum().item() / size)
 
 
 def _trained(engine: "DeepSpeedEngine") -> list[tuple[str, nn.Parameter]]:

@@ -30,7 +30,16 @@ from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.gpus import peak_memory_gib
-from openrlhf.utils.logging import RunClock, eval_line, notice, step_line, warn
+from openrlhf.utils.logging import (
+    RunClock,
+    Values,
+    eval_line,
+    hints,
+    needed_history,
+    notice,
+    step_line,
+    warn,
+)
 from openrlhf.utils.metrics import Metrics, merged, standard_errors
 from openrlhf.utils.outcome import num_since_best, stopped_early
 from openrlhf.utils.packing import Batch
@@ -110,6 +119,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.num_bad_steps = 0  # in a row
         self.is_ended = False  # True once a callback, or --early_stop, has asked for it
         self.pending = Metrics()  # of the steps since the last line that was logged
+        self.history: list[Values] = []  # of the logged steps, as far as hints look
         self.clock = RunClock(0)
         self._lengths: Lengths = inputs.samples.lengths.tolist()
 
@@ -387,6 +397,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             return False
         self.num_bad_steps = 0
         metrics.add("lr", self.engine.lr, reduction="max")
+        metrics.add("update_ratio", self.engine.update_ratio)
         return True
 
     def is_due(self, interval: int) -> bool:
@@ -418,6 +429,9 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         if self.strategy.is_main and values:
             notice(step_line(self.global_step, self.num_updates, values, self.clock))
             self.tracker.log(self.global_step, values)
+            for line in hints(values, self.history):
+                notice(line)
+            self.history = needed_history([*self.history, values])
 
     def _reduced(self, metrics: Metrics) -> dict[str, float]:
         """Return the metrics of all ranks as numbers."""

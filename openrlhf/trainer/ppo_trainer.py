@@ -40,7 +40,7 @@ from openrlhf.utils.logging import (
     step_line,
 )
 from openrlhf.utils.metrics import Metrics, timed
-from openrlhf.utils.outcome import num_since_best, say_outcome, stopped_early
+from openrlhf.utils.outcome import num_since_best, reward_alone, say_outcome, stopped_early
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.samples import example_of, show_samples
 from openrlhf.utils.tracking import Tracker, rollout_row, write_rollouts
@@ -74,6 +74,7 @@ class PPOTrainer:
         # Half precision rounds.
         self.max_mismatch_kl = 1e-3 if cluster.policy_dtype == torch.float32 else 0.1
         self.is_compared = False  # True once engine and trainer were, in this run
+        self.is_told = False  # True once it was said that the reward rises alone
         self.is_ended = False  # True once a callback, or --early_stop, has asked for it
         algo, train = config.algo, config.train
         teaching = GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)
@@ -316,6 +317,9 @@ class PPOTrainer:
         show_samples(f"eval at step {global_step}", samples.rollouts, count, file=file)
         for callback in self.callbacks:
             callback.on_evaluate(self, global_step, values)
+        if not self.is_told and (words := reward_alone(self.tracker.records())):
+            notice(f"hint: {words}")
+            self.is_told = True
         if (name := inputs.pass_rate) in values:
             self.state.note_evaluation(name, {"step": global_step} | values)
 

@@ -1,12 +1,15 @@
 """What a run says at its end: where things are, what was best, and whether the model got worse."""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from openrlhf.utils.logging import LOSSES, SAME_REWARD, STDERR, Values, notice, short_name, warn
 
 MAX_FALL = 2.0  # standard errors of a difference that may be chance
+MIN_THIRD = 3  # steps in a third of a run, to compare thirds
+MAX_SOLVED = 0.99  # a score above has no room to rise
 PASS1 = "_pass1"  # ends the name of the pass rate of a data source
 BESIDE = ("metrics.jsonl", "rollouts", "dumps", "logs")  # a model in a run folder
 
@@ -26,10 +29,10 @@ def say_outcome(
 ) -> None:
     """Compare the first, the best and the last of several evaluations by a metric, or else of the
     steps of training; warn of a model that became worse than its best by it, or by pass@1 of
-    another data source. Say how many steps taught nothing. `steps` is all that was logged; `where`
-    returns where the model of a step is.
+    another data source. Say how many steps taught nothing, and whether the reward rose alone.
+    `steps` is all that was logged; `where` returns where the model of a step is.
     """
-    if words := taught_nothing(steps):
+    for words in filter(None, (taught_nothing(steps), reward_alone(steps))):
         notice(f"hint: {words}")
     if name is None or len({values["step"] for values in known(found, name)}) < 2:
         say_best_step(steps)
@@ -91,6 +94,29 @@ def taught_nothing(records: Sequence[Values]) -> str:
     return (
         f"{count} of {len(spreads)} logged steps taught nothing: all samples of every prompt got "
         "the same reward"
+    )
+
+
+def reward_alone(records: Sequence[Values]) -> str:
+    """Return how the reward of the logged steps rose while the score, which is not trained on, did
+    not: the last third of them against the first, by more than chance. Empty if that is not so.
+    """
+    steps = known(known(records, "reward"), "score")
+    size = len(steps) // 3
+    if size < MIN_THIRD:
+        return ""
+    means, gains = {}, {}
+    for name in ("reward", "score"):
+        first, last = ([v[name] for v in part] for part in (steps[:size], steps[-size:]))
+        error = math.hypot(*(statistics.stdev(part) / math.sqrt(size) for part in (first, last)))
+        means[name] = statistics.fmean(first), statistics.fmean(last)
+        gains[name] = means[name][1] - means[name][0] > MAX_FALL * error
+    if gains["score"] or not gains["reward"] or means["score"][1] > MAX_SOLVED:
+        return ""
+    (reward, more), (score, same) = means["reward"], means["score"]
+    return (
+        f"the reward rose from {reward:.3g} to {more:.3g}, and the score, which is not trained "
+        f"on, went from {score:.3g} to {same:.3g}: the policy may exploit the reward. Read samples"
     )
 
 

@@ -112,16 +112,18 @@ def test_a_callback_ends_a_run_as_after_its_last_step(folder: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(result.model_path)
 
 
-def end_on_one_of_two(root: Path) -> list[int]:
+def end_on_one_of_two(root: Path) -> list[float]:
     opened = open_checkpoints(config_of(root), FACTS)
-    trainer = make_trainer({"zero_stage": 2}, root / "run", opened.resume_step, 1)
+    trainer = make_trainer({"zero_stage": 3}, root / "run", opened.resume_step, 1)
     trainer.callbacks = [EndsAt(2)]
     trainer.fit()
-    return [len(trainer.seen), trainer.global_step]
+    return [len(trainer.seen), trainer.global_step, trainer.engine.update_ratio]
 
 
 def test_ranks_end_together_when_one_is_told_to(tmp_path: Path) -> None:
-    assert run_ranks(end_on_one_of_two, 2, tmp_path) == [[2, 2], [2, 2]]
+    for num_seen, step, update_ratio in run_ranks(end_on_one_of_two, 2, tmp_path):
+        assert (num_seen, step) == (2, 2)
+        assert 1e-3 < update_ratio < 1  # measured on what each rank holds
 
 
 def rl(folder: Path, name: str, **settings: object) -> list[dict[str, float]]:

@@ -195,6 +195,7 @@ class TrainedWorker(ModelWorker):
                 notes.num_updates += 1
                 self.after_step()
                 metrics.add(f"{self.prefix}_lr", self.engine.lr, reduction="max")
+                metrics.add(f"{self.prefix}_update_ratio", self.engine.update_ratio)
         self.engine.module.eval()
         memory_gib = peak_memory_gib(self.engine.device)
         metrics.add(f"memory/{self.prefix}_gib", memory_gib, reduction="max")
