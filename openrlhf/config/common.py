@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Literal
 
-from openrlhf.config.base import Base, CommandConfig, is_given, option, switch
+from openrlhf.config.base import Base, CommandConfig, is_given, option, switch, value_at
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
 # Names of transformers.SchedulerType, but those that watch the loss; written out because importing
@@ -27,6 +27,9 @@ Schedule = Literal[
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 ]
+
+
+ADAPTER_LR = 1e-4  # to start from
 
 
 def clashes(*pairs: tuple[str, str, bool]) -> Iterator[str]:
@@ -482,4 +485,15 @@ class RunConfig(CommandConfig):
             yield (
                 f"--save_steps {self.ckpt.save_steps} with --disable_ds_ckpt saves nothing. "
                 "Add --save_hf_ckpt, or leave one of them out."
+            )
+
+    def adapter_notices(self, lora: LoraConfig, path: str, flag: str) -> Iterator[str]:
+        """Yield a line where an adapter learns at a rate that nobody chose for it: that at `path`,
+        which `flag` sets.
+        """
+        if lora.rank > 0 and not is_given(self, path):
+            yield (
+                f"--lora_rank {lora.rank} with {flag} {value_at(self, path):g}, the default for "
+                "all weights: adapters usually need ten to a hundred times that. Type "
+                f"{flag} {ADAPTER_LR:g}."
             )

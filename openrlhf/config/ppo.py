@@ -650,8 +650,12 @@ class PPOConfig(RunConfig):
             )
 
     def notices(self) -> Iterator[str]:
-        """Add the group size, a KL that does not do what it seems to, and stale samples."""
+        """Add the group size, a KL that does not do what it seems to, stale samples, and the rate
+        of an adapter.
+        """
         yield from super().notices()
+        flag = "--actor_learning_rate"
+        yield from self.adapter_notices(self.ds.lora, "actor.adam.lr", flag)
         advantage, kl = self.algo.advantage, self.algo.kl
         if self.has_group_estimator and not is_given(self, "rollout.n_samples_per_prompt"):
             group = self.rollout.n_samples_per_prompt

@@ -112,6 +112,11 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
         yield from self.ds.problems(self)
         yield from self.model.problems()
 
+    def notices(self) -> Iterator[str]:
+        """Add the learning rate of an adapter."""
+        yield from super().notices()
+        yield from self.adapter_notices(self.ds.lora, "adam.lr", "--learning_rate")
+
 
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning and continued pre-training (train_sft)."""

@@ -203,6 +203,14 @@ def test_a_notice_is_a_caution_only_where_something_is_at_stake(line, is_caution
 
 def test_a_model_that_nobody_named_is_said():
     assert notices(KTOConfig, "") == []
+    assert notices(KTOConfig, "--lora_rank 8 --learning_rate 1e-4") == []
+    for config_class, name, rate in (
+        (KTOConfig, "--learning_rate", "1e-05"),
+        (PPOConfig, "--actor_learning_rate", "1e-06"),
+    ):
+        [line] = notices(config_class, "--lora_rank 8")
+        assert line.startswith(f"--lora_rank 8 with {name} {rate}, the default for all weights: ")
+        assert line.endswith(f"Type {name} 0.0001.")
     assert list(parse_config(KTOConfig, ["--dataset", "d"]).notices) == [
         "--pretrain is not set: starting from bigscience/bloomz-1b7."
     ]
