@@ -10,13 +10,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from openrlhf.cli.runner import start_problems
-from openrlhf.config.cli import ConfigT, parse_config
+from openrlhf.config.cli import ConfigT, flag_table, parse_config, read_config
 from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.config.local_paths import path_notices
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import (
     DPOConfig,
@@ -31,10 +33,12 @@ from openrlhf.errors import ConfigError
 from openrlhf.rewards.function import CallableReward
 from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback, CallbackErrorAlone
+from openrlhf.utils.given_objects import as_paths, is_object
 from openrlhf.utils.logging import quiet_frameworks, say_notices
 from openrlhf.utils.snapshots import with_snapshots
 from openrlhf.utils.tracking import METRICS_FILE, read_metrics
 
+GIVEN = ("data", "model", "models", "runs")  # what a setting opens that may be an object
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
 RLConfigT = TypeVar("RLConfigT", bound=PPOConfig)
 
@@ -76,16 +80,36 @@ class Method(Generic[ConfigT]):
 
     def config(self, **settings: object) -> ConfigT:
         """Return the config with these settings, checked as on the command line; raise ConfigError
-        for all that is wrong.
+        for all that is wrong. Where a command takes a path of data or of a model, `settings` may
+        hold a data set, a list of rows, or (model, tokenizer).
         """
+        settings = self._with_paths(settings)
         parsed = parse_config(
             self.config_class, (), settings=settings, more_problems=start_problems
         )
         os.environ.update(parsed.environment)
         is_main = Topology.from_env().is_main
         if is_main:
-            say_notices(parsed.notices)
+            say_notices([*parsed.notices, *path_notices(parsed.config)])
         return with_snapshots(parsed.config, is_shown=is_main)
+
+    def _with_paths(self, settings: dict[str, object]) -> dict[str, object]:
+        """Return settings with the paths of files for objects; those are beside the run folder."""
+        table = flag_table(self.config_class)
+        objects = {
+            name: value
+            for name, value in settings.items()
+            if is_object(value) and any(o.opens in GIVEN for o, _ in table.get(name, ()))
+        }
+        if not objects:
+            return settings
+        rest = {name: value for name, value in settings.items() if name not in objects}
+        output = attrgetter("ckpt.output_dir")(
+            read_config(self.config_class, (), settings=rest).config
+        )
+        folder = Path(f"{output}_inputs")
+        written = {name: as_paths(name, value, folder) for name, value in objects.items()}
+        return {"ckpt.output_dir": output} | rest | written
 
     def _given(self, config: ConfigT | None, settings: Mapping[str, object]) -> ConfigT:
         """Return the config, or one of the settings; raise ConfigError for both."""

@@ -24,6 +24,7 @@ COMMANDS = {
     "infer": ("batch_inference", "respond to prompts or score responses in bulk"),
     "serve-rm": ("serve_rm", "a reward model behind HTTP"),
     "merge-lora": ("lora_combiner", "merge an adapter into its base model"),
+    "push": ("push", "a trained model to the Hugging Face hub"),
     "chat": ("interactive_chat", "talk to a model in the terminal"),
 }
 MIN_LIKENESS = 0.75  # of a word to a command that it may be meant for

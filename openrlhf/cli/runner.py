@@ -17,7 +17,7 @@ from typing import Generic
 from openrlhf.config.base import UNNAMED, CommandConfig, with_value
 from openrlhf.config.cli import ConfigT, read_config
 from openrlhf.config.help import help_text
-from openrlhf.config.local_paths import path_problems
+from openrlhf.config.local_paths import path_notices, path_problems
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError, OpenRLHFError
 from openrlhf.utils.snapshots import library_problems, with_snapshots
@@ -128,7 +128,7 @@ def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = F
         work = load(config)
     with collected_warnings() as warnings:
         if is_main:
-            say_notices(parsed.notices)
+            say_notices([*parsed.notices, *path_notices(config)])
         work(*[parsed.problems] * only_checks)
     if only_checks and is_main:
         told = f", but {len(warnings)} warning(s) above" if warnings else ""

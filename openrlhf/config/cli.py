@@ -29,6 +29,7 @@ from openrlhf.config.base import (
     walk,
     with_value,
 )
+from openrlhf.config.common import RunConfig
 from openrlhf.config.from_trl import HERE
 from openrlhf.config.local_paths import LISTS
 from openrlhf.errors import ConfigError
@@ -306,7 +307,8 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
         )
     word, plain = words[0], words[0].lower()
     if option.bare and plain in ("true", "false"):
-        return bare if plain == "true" else None
+        off = None if NoneType in option.kinds else "none"
+        return bare if plain == "true" else off
     if option.is_whole and re.fullmatch(r"-?[\d.]+(e\+?\d+)?", plain) and float(word).is_integer():
         return int(float(word))  # `1e8`, and `3` of a `Literal`
     if option.opens:  # no shell has seen the `~` in a file, in quotes or behind a comma
@@ -406,6 +408,9 @@ def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: obj
         if old == new or (option.opens and _place(old) == _place(new)):
             continue
         flag, typed = option.flag, typed_value(old)
+        is_reset = isinstance(config, RunConfig) and config.ckpt.reset_lr
+        if option.at_resume == "kept" and is_reset:
+            continue
         if option.at_resume == "refused":
             refused.append(
                 f"{flag} {typed_value(new)}: {path} was written with {typed}. Type {flag} {typed}, "
@@ -414,7 +419,7 @@ def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: obj
         else:
             kept.append(
                 f"{flag} {typed_value(new)} has no effect: {typed} goes on with the checkpoint. "
-                "Start anew to change it."
+                "Add --reset_lr to change it."
             )
     if refused:
         raise ConfigError(list(dict.fromkeys(refused)))  # one flag may be two models' setting

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from openrlhf.config.base import Base, CommandConfig, is_given, option, switch
+from openrlhf.config.base import Base, CommandConfig, is_given, option, switch, value_at
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
 # Names of transformers.SchedulerType, but those that watch the loss; written out because importing
@@ -29,6 +29,9 @@ Schedule = Literal[
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 ]
+
+
+ADAPTER_LR = 1e-4  # to start from
 
 
 def clashes(*pairs: tuple[str, str, bool]) -> Iterator[str]:
@@ -61,18 +64,18 @@ class AdamConfig(Base):
     """`adam.*`: AdamW."""
 
     lr: float = option(5e-6, "Peak learning rate.", "{model}learning_rate", ge=0, at_resume="kept")
-    betas: tuple[float, float] = option((0.9, 0.95), "Adam betas.", "adam_betas", at_resume="kept")
+    betas: tuple[float, float] = option((0.9, 0.95), "Adam betas.", "adam_betas")
     weight_decay: float = option(
         0.0, "Weight decay (not on biases and norms).", "l2", ge=0, at_resume="refused"
     )
-    eps: float = option(1e-8, "Adam epsilon.", flat=False, gt=0, at_resume="kept")
+    eps: float = option(1e-8, "Adam epsilon.", flat=False, gt=0)
 
 
 class MuonConfig(Base):
     """`muon.*`: the Muon group of the optimizer."""
 
     lr: float = option(0.02, "Learning rate of the Muon group.", flat=False, ge=0, at_resume="kept")
-    momentum: float = option(0.95, "Muon momentum.", flat=False, ge=0, lt=1, at_resume="kept")
+    momentum: float = option(0.95, "Muon momentum.", flat=False, ge=0, lt=1)
 
 
 class OptimizerConfig(Base):
@@ -249,14 +252,36 @@ class CheckpointConfig(Base):
         120.0, "Seconds to end the step and save after Ctrl-C or SIGTERM.", gt=0
     )
     load_enable: bool = switch("Resume from the checkpoint root.", "load_checkpoint")
+    reset_lr: bool = switch("Resume with the learning rate typed now, not the checkpoint's.")
     best_metric_key: str = option(
-        "", "Pass rate whose best model is kept; empty: the first *_pass1; none: off."
+        "auto",
+        "Keep the model of the best evaluation by this metric; alone: by the first pass@1, "
+        "accuracy or loss; none: off; auto: alone with --save_steps, else off.",
+        "save_best",
+        "best_metric_key",
+        bare="first",
     )
+    push_to_hub: str | None = option(
+        None,
+        "Upload the trained model to this repository of the Hugging Face hub: org/name.",
+        "push_to_hub",
+        "hub_model_id",
+    )
+
+    @property
+    def names_best(self) -> bool:
+        """Return True if somebody asked for the best model."""
+        return self.best_metric_key not in ("auto", "none")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Return True if the model of the best evaluation is kept."""
+        return self.names_best or (self.best_metric_key == "auto" and self.save_steps > 0)
 
     @property
     def uses_root(self) -> bool:
         """Return True if the run reads or writes anything under `path`."""
-        return self.save_steps > 0 or self.load_enable or self.best_metric_key not in ("", "none")
+        return self.save_steps > 0 or self.load_enable or self.names_best
 
 
 class WandbConfig(Base):
@@ -281,6 +306,16 @@ class LoggerConfig(Base):
 
     logging_steps: int = option(1, "Log every N global steps.", ge=1)
     wandb: WandbConfig = WandbConfig()
+    trackio: bool = switch(
+        "Log to trackio, with W&B's names for project, group and run.",
+        "use_trackio",
+        meanings={"report_to": {"trackio": "true"}},
+    )
+    mlflow: bool = switch(
+        "Log to MLflow at MLFLOW_TRACKING_URI, with W&B's names for project and run.",
+        "use_mlflow",
+        meanings={"report_to": {"mlflow": "true"}},
+    )
     tensorboard_dir: str | None = option(
         None,
         "TensorBoard directory; true: `tensorboard` in the run folder.",
@@ -382,6 +417,9 @@ class EvalConfig(Base):
     steps: int = option(
         -1, "Evaluate every N steps; -1: after each epoch, RL: first and last.", "eval_steps", ge=-1
     )
+    early_stop: int = option(
+        0, "End the run after N evaluations in a row without a better one; 0: never.", ge=0
+    )
     temperature: float = option(0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0)
     n_samples_per_prompt: int = option(4, "k of pass@k.", "eval_n_samples_per_prompt", gt=0)
 
@@ -441,12 +479,33 @@ class RunConfig(CommandConfig):
         if self.logger.tensorboard_dir == "true":
             named = os.environ.get("TENSORBOARD_LOGGING_DIR")
             yield "logger.tensorboard_dir", named or f"{self.ckpt.output_dir}/tensorboard"
+        if self.eval.early_stop and not is_given(self, "ckpt.best_metric_key"):
+            yield "ckpt.best_metric_key", "first"
 
     def problems(self) -> Iterator[str]:
-        """Add checkpoints that hold neither what training goes on from nor a model."""
+        """Add checkpoints that hold neither what training goes on from nor a model, and a best
+        model without evaluations.
+        """
         yield from super().problems()
+        wishes = {
+            f"--early_stop {self.eval.early_stop}": self.eval.early_stop > 0,
+            "--save_best": is_given(self, "ckpt.best_metric_key") and self.ckpt.names_best,
+        }
+        for wish in (wish for wish, is_so in wishes.items() if is_so and not self.eval.dataset):
+            yield f"{wish} needs evaluations. Type --eval_dataset, or leave {wish} out."
         if self.ckpt.save_steps > 0 and self.ckpt.disable_ds and not self.ckpt.save_hf:
             yield (
                 f"--save_steps {self.ckpt.save_steps} with --disable_ds_ckpt saves nothing. "
                 "Add --save_hf_ckpt, or leave one of them out."
+            )
+
+    def adapter_notices(self, lora: LoraConfig, path: str, flag: str) -> Iterator[str]:
+        """Yield a line where an adapter learns at a rate that nobody chose for it: that at `path`,
+        which `flag` sets.
+        """
+        if lora.rank > 0 and not is_given(self, path):
+            yield (
+                f"--lora_rank {lora.rank} with {flag} {value_at(self, path):g}, the default for "
+                "all weights: adapters usually need ten to a hundred times that. Type "
+                f"{flag} {ADAPTER_LR:g}."
             )

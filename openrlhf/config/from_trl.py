@@ -31,16 +31,12 @@ OF_ALL = {
     "eval_strategy, eval_steps": "`--eval_dataset` with `--eval_steps`",
     "per_device_eval_batch_size": "no flag: evaluation takes the micro-batches of training",
     "save_strategy, save_steps, save_total_limit": "`--save_steps`, `--max_ckpt_num`",
-    "load_best_model_at_end": (
-        "no flag: RL keeps the best model (`--best_metric_key`), and every run names its best step"
-    ),
+    "load_best_model_at_end": "`--save_best`: the best model is kept beside the last one",
     "resume_from_checkpoint": "`--load_checkpoint`",
     "logging_steps": "`--logging_steps`",
     "run_name": "`--wandb_run_name`",
     "report_to, logging_dir": "`--report_to`; unset: only the run folder",
-    "push_to_hub, hub_model_id": (
-        "no flag: `hf upload YOUR_NAME/YOUR_MODEL FOLDER` sends the folder of `--save_path`"
-    ),
+    "push_to_hub, hub_model_id": "`--push_to_hub YOUR_NAME/YOUR_MODEL`; `--hub_model_id` is the same",
     "seed": "`--seed`",
     "router_aux_loss_coef": "`--aux_loss_coef`",
 }

@@ -13,6 +13,7 @@ from openrlhf.config.base import (
     DATA_SUFFIXES,
     REMEDIES,
     SCHEME,
+    Caution,
     CommandConfig,
     Option,
     is_blank,
@@ -44,6 +45,24 @@ def path_problems(config: CommandConfig) -> Iterator[str]:
         find = _output_problems if opens in OUTPUTS else _problems
         for name in names:
             yield from find(opens, name, f"{option.flag} {name}")
+
+
+def path_notices(config: CommandConfig) -> Iterator[str]:
+    """Yield a warning for each output folder that is a model which the command reads."""
+    read = [
+        (option.flag, path.resolve())
+        for option, opens, names in named_things(config)
+        for path in (path_of(opens, name) for name in names)
+        if opens in ("model", "models") and path is not None
+    ]
+    for option, opens, names in named_things(config):
+        folder = Path(names[0]).resolve() if opens == "output" else None
+        flags = list(dict.fromkeys(flag for flag, path in read if path == folder))
+        if flags:
+            yield Caution(
+                f"{option.flag} {names[0]} is the model of {' and '.join(flags)}: what the command "
+                f"writes replaces it. Type another {option.flag} to keep it."
+            )
 
 
 def reads_from(config: CommandConfig, folder: Path) -> bool:

@@ -596,6 +596,12 @@ class PPOConfig(RunConfig):
         yield from self.actor.problems()
         yield from self._shape_problems()
         yield from self._async_problems()
+        if self.eval.early_stop and self.eval.steps < 1:
+            yield (
+                f"--early_stop {self.eval.early_stop} with --eval_steps {self.eval.steps}: the "
+                "evaluations are the first and the last. Type how many steps are between two: "
+                "--eval_steps 10."
+            )
 
     def _reward_problems(self) -> Iterator[str]:
         sources = {
@@ -668,8 +674,12 @@ class PPOConfig(RunConfig):
             )
 
     def notices(self) -> Iterator[str]:
-        """Add the group size, a KL that does not do what it seems to, and stale samples."""
+        """Add the group size, a KL that does not do what it seems to, stale samples, and the rate
+        of an adapter.
+        """
         yield from super().notices()
+        flag = "--actor_learning_rate"
+        yield from self.adapter_notices(self.ds.lora, "actor.adam.lr", flag)
         advantage, kl = self.algo.advantage, self.algo.kl
         if self.has_group_estimator and not is_given(self, "rollout.n_samples_per_prompt"):
             group = self.rollout.n_samples_per_prompt

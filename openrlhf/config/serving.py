@@ -262,6 +262,26 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+class PushConfig(CommandConfig):
+    """A trained model to the Hugging Face hub (push MODEL --push_to_hub org/name)."""
+
+    operands: ClassVar = "model"
+
+    model: str | None = option(
+        None,
+        "Folder of a model or of a run; it may stand before all flags.",
+        needed="model",
+        opens="folder",
+    )
+    push_to_hub: str | None = option(
+        None,
+        "Repository to write: org/name; a new one is private.",
+        "push_to_hub",
+        "hub_model_id",
+        needed="repository",
+    )
+
+
 class ReplayConfig(CommandConfig):
     """A step of an RL run again (replay)."""
 

@@ -81,7 +81,7 @@ ROWS = (
 )
 ANSWERED = (*ROWS, "apply_chat_template", "input_template", "input_key", "output_key")
 PAIRS = (*ROWS, "apply_chat_template", "input_template", "prompt_key", "chosen_key", "rejected_key")
-HELD_OUT = ("dataset", "split", "steps")  # of `eval.*`
+HELD_OUT = ("dataset", "split", "steps", "early_stop")  # of `eval.*`
 
 
 # Of what `--help` shows: before and behind the settings of each method.
@@ -111,6 +111,11 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
         yield from super().problems()
         yield from self.ds.problems(self)
         yield from self.model.problems()
+
+    def notices(self) -> Iterator[str]:
+        """Add the learning rate of an adapter."""
+        yield from super().notices()
+        yield from self.adapter_notices(self.ds.lora, "adam.lr", "--learning_rate")
 
 
 class SFTConfig(SupervisedConfig):

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from openrlhf.config.cli import check_settings, settings_of
+from openrlhf.config.cli import check_settings, read_resolved, settings_of
 from openrlhf.config.common import CheckpointConfig, RunConfig
-from openrlhf.config.local_paths import reads_from
+from openrlhf.config.local_paths import MODEL_FILES, reads_from
 from openrlhf.distributed import folders
 from openrlhf.distributed.collectives import is_main, on_main, together
 from openrlhf.errors import CheckpointError, ConfigError, DataError
@@ -369,6 +369,13 @@ class RunCheckpoints:
             warn_on_main(f"the best model (step {step}) was not saved: {error}")
         return error is None
 
+    def set_other_best_aside(self) -> None:
+        """Move the best model of another run away; all ranks call."""
+        if self.saved is None and self.config.keeps_best:
+            aside = on_main(self.store.set_best_aside)
+            if aside is not None:
+                warn_on_main(f"the best model of another run was moved to {aside}.")
+
     def set_later_aside(self) -> Path | None:
         """Move what the run does not go on from away."""
         return self.store.set_aside(after_step=-1 if self.saved is None else self.saved.step)
@@ -427,6 +434,47 @@ def export_final(export: Callable[[Path], None], path: Path) -> None:
     except CheckpointError as error:
         raise CheckpointError(f"{problem} Nor elsewhere: {error}") from None
     raise CheckpointError(f"{problem} It was written to {elsewhere} instead: move it from there.")
+
+
+def find_model(name: str) -> str:
+    """Return the model that is named by its hub id, its folder, or a run's: that of a run is what
+    it exported at its end, or else its best model, or else that of its last checkpoint. Raise
+    ConfigError for a run without any.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir() or any((folder / file).is_file() for file in MODEL_FILES):
+        return name
+    store, is_own = _checkpoints_of(folder)
+    root = store.root
+    found = store.best() or next(filter(None, map(store.model, reversed(store.steps()))), None)
+    if found is None:
+        raise ConfigError(
+            f"{name} holds no model, and {root} no checkpoint with one. Type the folder of a "
+            "model; --save_hf_ckpt keeps models with the checkpoints of a run."
+        )
+    if not is_own:
+        raise ConfigError(
+            f"{name} holds no model, and the checkpoints in {root} are another run's. Type the "
+            "folder of a model."
+        )
+    notice(f"{name}: {found}")
+    return str(found)
+
+
+def _checkpoints_of(folder: Path) -> tuple[CheckpointStore, bool]:
+    """Return the checkpoints of a run, or those in the folder itself; and whether this run wrote
+    them, since several runs may share a checkpoint root.
+    """
+    file = folder / "config.yaml"
+    settings = read_resolved(file) if file.is_file() else {}
+    if "ckpt.path" not in settings:
+        return CheckpointStore(folder), True
+    store = CheckpointStore(Path(settings["ckpt.path"]))
+    if (run_dir := store.run_dir()) is not None:
+        return store, run_dir == str(folder.resolve())
+    names = ("save_steps", "load_enable", "best_metric_key")
+    found = {name: settings[f"ckpt.{name}"] for name in names if f"ckpt.{name}" in settings}
+    return store, CheckpointConfig.model_validate(found).uses_root
 
 
 def random_state() -> dict[str, Any]:

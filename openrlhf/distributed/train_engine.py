@@ -19,7 +19,7 @@ import logging
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -51,6 +51,7 @@ WEIGHTS, STEP = "fp32", "step"  # the other keys of a part are those of the opti
 EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
 # Norms, biases, and what Mamba layers have instead: experts and heads stack them to any shape.
 VECTORS = re.compile(r"norm\.|bias$|\.A_log$|\.D$")
+MAX_SAMPLED = 4096  # numbers of a parameter, for the size of an update
 WSD_DECAY_RATIO = 0.2  # part of the run that warmup_stable_decay spends in its decay
 
 
@@ -139,11 +140,13 @@ def _held(factor: Callable[[int], float], last: int, num_done: int) -> float:
     return factor(min(num_done, last))
 
 
-def resume_schedule(schedule: LambdaLR, state: dict[str, Any]) -> None:
-    """Take up where `state_dict` was taken, at the peak rate of then; shape and length are this
-    schedule's own.
+def resume_schedule(
+    schedule: LambdaLR, state: dict[str, Any], *, has_own_rate: bool = False
+) -> None:
+    """Take up where `state_dict` was taken, at the peak rate of then, or its own; shape and length
+    are this schedule's own.
     """
-    schedule.load_state_dict(state)
+    schedule.load_state_dict(state | ({"base_lrs": schedule.base_lrs} if has_own_rate else {}))
     groups = schedule.optimizer.param_groups
     for group, peak, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = peak * factor(schedule.last_epoch)
@@ -166,6 +169,7 @@ class TrainEngine:
         self.device = device
         self.use_universal_ckpt = use_universal_ckpt
         self.num_skipped_steps = 0  # fp16 overflows in a row
+        self.update_ratio = 0.0  # norm of the last update by that of the weights, of this rank
         self._max_norm = max_norm
         # Plain fp32 data parallelism: DeepSpeed clips unseen and never checks, so both are done
         # here.
@@ -205,8 +209,10 @@ class TrainEngine:
         NumericsError. In fp16 it belongs to finding the loss scale: it is logged, `inf` is
         returned, and only many in a row raise.
         """
+        before = [(weights.clone(), stride) for weights, stride in _samples(self.engine)]
         grad_norm = self._plain_step() if self._is_plain else self._zero_step()
         if math.isfinite(grad_norm):
+            self.update_ratio = _change(before, _samples(self.engine))
             self.num_skipped_steps = 0
             self.schedule.step()
             return grad_norm
@@ -260,9 +266,10 @@ class TrainEngine:
 
         collectives.together(write)
 
-    def load_states(self, folder: Path) -> None:
-        """Take up weights, optimizer and schedule from `folder`; all ranks call. If one finds a
-        reason to refuse, all raise CheckpointError.
+    def load_states(self, folder: Path, *, has_own_rate: bool = False) -> None:
+        """Take up weights, optimizer and schedule from `folder`, the learning rate too unless this
+        engine `has_own_rate`; all ranks call. If one finds a reason to refuse, all raise
+        CheckpointError.
         """
         engine, is_universal = self.engine, self.use_universal_ckpt
         facts = collectives.together(lambda: _read_facts(engine, folder, is_universal=is_universal))
@@ -278,7 +285,7 @@ class TrainEngine:
             for part in _parts(engine):
                 part.parameter.ds_tensor.view(-1)[: part.numel].copy_(part.of(part.flat))
             zero.checkpoint_event_epilogue()
-        resume_schedule(self.schedule, facts["schedule"])
+        resume_schedule(self.schedule, facts["schedule"], has_own_rate=has_own_rate)
 
     def _can_move_states(self) -> bool:
         is_on_cpu = self.engine.zero_use_cpu_optimizer()  # --adam_offload
@@ -426,6 +433,24 @@ def _parts(engine: "DeepSpeedEngine") -> Iterator[Part]:
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
             flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
             yield Part(name, parameter, here.start, here.numel, flat, there.start)
+
+
+def _samples(engine: "DeepSpeedEngine") -> Iterator[tuple[Tensor, int]]:
+    """Yield evenly spaced numbers of each parameter that this rank optimizes, and the spacing."""
+    for part in _parts(engine):
+        stride = max(1, part.numel // MAX_SAMPLED)
+        yield part.of(part.flat)[::stride], stride
+
+
+def _change(before: Iterable[tuple[Tensor, int]], after: Iterable[tuple[Tensor, int]]) -> float:
+    """Return the norm of the change of samples by that of their values before; 0 of none."""
+    changes, sizes = [], []
+    for (old, stride), (new, _) in zip(before, after, strict=True):
+        changes.append(stride * (new.float() - old.float()).square().sum())
+        sizes.append(stride * old.float().square().sum())
+    if not sizes or (size := torch.stack(sizes).sum().item()) == 0:
+        return 0.0
+    return math.sqrt(torch.stack(changes).sum().item() / size)
 
 
 def _trained(engine: "DeepSpeedEngine") -> list[tuple[str, nn.Parameter]]:

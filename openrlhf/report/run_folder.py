@@ -10,7 +10,7 @@ from pathlib import Path
 from openrlhf.config.cli import read_resolved
 from openrlhf.errors import ConfigError
 from openrlhf.utils.logging import format_seconds, hints, needed_history
-from openrlhf.utils.outcome import got_worse, judged_metrics, taught_nothing
+from openrlhf.utils.outcome import got_worse, judged_metrics, reward_alone, taught_nothing
 from openrlhf.utils.tracking import METRICS_FILE, read_ending, read_metrics
 
 Record = Mapping[str, float | None]  # a value that was not finite is None
@@ -55,7 +55,8 @@ class Run:
         steps taught nothing, and that the model got worse.
         """
         worse = (got_worse(self.records, name) for name in judged_metrics(self.records))
-        return [words for words in (taught_nothing(self.records), *worse) if words]
+        told = (taught_nothing(self.records), reward_alone(self.records), *worse)
+        return [words for words in told if words]
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
         """Return steps and values of a metric; of several values of a step the last."""

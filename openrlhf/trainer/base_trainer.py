@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches, token_budget_batches
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.sampler import epoch_order
-from openrlhf.distributed.collectives import all_gather_object
+from openrlhf.distributed.collectives import all_gather_object, on_main
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import hf_model_of
@@ -30,8 +30,18 @@ from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.gpus import peak_memory_gib
-from openrlhf.utils.logging import RunClock, eval_line, notice, step_line, warn
+from openrlhf.utils.logging import (
+    RunClock,
+    Values,
+    eval_line,
+    hints,
+    needed_history,
+    notice,
+    step_line,
+    warn,
+)
 from openrlhf.utils.metrics import Metrics, merged, standard_errors
+from openrlhf.utils.outcome import num_since_best, stopped_early
 from openrlhf.utils.packing import Batch
 from openrlhf.utils.progress import progress
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
@@ -86,7 +96,8 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     """Trains one model on samples; a recipe gives samples, model and loss."""
 
     name: ClassVar[str]  # name of the command
-    judged_by: ClassVar[str] = "loss"  # metric by which evaluations are compared
+    # Metrics by which evaluations may be compared; the first one, unless --save_best names another.
+    judged_by: ClassVar[tuple[str, ...]] = ("loss",)
 
     def __init__(self, config: Any, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         self.config, self.inputs, self.strategy = config, inputs, strategy
@@ -103,15 +114,33 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.engine = strategy.prepare_train(self.model, config, num_updates=self.num_updates)
         self.tracker: Tracker = NullTracker()
         self.callbacks: Sequence[Callback] = ()
+        self.keep_best: Callable[[], None] | None = None  # called after the best evaluation so far
         self.global_step = 0
         self.num_bad_steps = 0  # in a row
+        self.is_ended = False  # True once a callback, or --early_stop, has asked for it
         self.pending = Metrics()  # of the steps since the last line that was logged
+        self.history: list[Values] = []  # of the logged steps, as far as hints look
         self.clock = RunClock(0)
         self._lengths: Lengths = inputs.samples.lengths.tolist()
 
     @classmethod
     def check(cls, config: Any, tokenizer: Tokenizer) -> None:
         """Raise ConfigError for what only the tokenizer and the files can tell."""
+
+    @classmethod
+    def judge(cls, config: SupervisedConfig) -> str:
+        """Return the metric by which evaluations are compared; raise ConfigError for an unknown
+        one.
+        """
+        key = config.ckpt.best_metric_key.removeprefix("eval/")
+        if key in ("auto", "none", "first"):
+            return f"eval/{cls.judged_by[0]}"
+        if key not in cls.judged_by:
+            raise ConfigError(
+                f"--save_best {key} is no metric by which evaluations are compared. Type one of "
+                f"{', '.join(cls.judged_by)}, or none."
+            )
+        return f"eval/{key}"
 
     @classmethod
     def other_models(cls, config: Any) -> Sequence[str]:
@@ -169,21 +198,28 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     @property
     def is_finished(self) -> bool:
-        """Return True once every epoch is done."""
-        return self.global_step >= self.num_updates
+        """Return True once every epoch is done, or the ranks have agreed to end."""
+        return self.is_ended or self.global_step >= self.num_updates
 
     @property
     def position(self) -> tuple[int, int]:
         """Return the epoch, and the batches of it that are done; both follow from the step."""
         return divmod(self.global_step, -(-len(self.inputs.samples) // self.batch_size))
 
+    def end(self) -> None:
+        """End the run after this step, as after its last: it is evaluated, saved and exported. A
+        callback may call this on any rank.
+        """
+        self.is_ended = True
+
     def fit(self, *, after_step: Callable[[], None] | None = None) -> None:
         """Train from where the run stands to its end; `after_step` is called when all of a step is
         done, its log line and evaluation too.
         """
         self.clock = RunClock(self.global_step)
+        self._end_if_stalled()
         with progress("training", self.num_updates) as advance:
-            for rows in self.batches_left():
+            for rows in () if self.is_ended else self.batches_left():
                 metrics = self.train_step(rows)
                 self.pending.merge(metrics)
                 self.global_step += 1
@@ -192,11 +228,37 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
                 values = self._reduced(metrics) if self.callbacks else {}
                 for callback in self.callbacks:
                     callback.on_step_end(self, self.global_step, values)
+                self._agree_on_end()
                 self._evaluate_if_due()
+                self._agree_on_end()
                 if after_step is not None:
                     after_step()
                 advance(completed=self.global_step)
+                self._agree_on_end()
+                if self.is_ended:
+                    break
+        if self.pending.cells:
+            self._log()
         self.tracker.close()
+
+    def _agree_on_end(self) -> None:
+        """End the run on all ranks if a callback has ended it on one."""
+        if self.callbacks:
+            self.is_ended = any(all_gather_object(self.is_ended))
+
+    def _end_if_stalled(self) -> None:
+        """End the run if as many evaluations as --early_stop says were not better than the best;
+        all ranks call.
+        """
+        if self.config.eval.early_stop and on_main(self._is_stalled):
+            self.end()
+
+    def _is_stalled(self) -> bool:
+        records, name = self.tracker.records(), self.judge(self.config)
+        is_stalled = num_since_best(records, name) >= self.config.eval.early_stop
+        if is_stalled:
+            notice(stopped_early(records, name))
+        return is_stalled
 
     def batches_left(self) -> Iterator[list[int]]:
         """Yield the rows of every global batch from where the run stands to its end; the same on
@@ -335,15 +397,16 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             return False
         self.num_bad_steps = 0
         metrics.add("lr", self.engine.lr, reduction="max")
+        metrics.add("update_ratio", self.engine.update_ratio)
         return True
 
     def is_due(self, interval: int) -> bool:
         """Return True if what is done every `interval` steps, and after the last, is due."""
-        return self.global_step % interval == 0 or self.global_step == self.num_updates
+        return self.global_step % interval == 0 or self.is_finished
 
     def _evaluate_if_due(self) -> None:
         every, (_, num_done) = self.config.eval.steps, self.position
-        is_due = self.is_due(every) if every >= 1 else num_done == 0
+        is_due = self.is_due(every) if every >= 1 else num_done == 0 or self.is_finished
         if self.eval_samples is None or not is_due:
             return
         values = self.evaluate()
@@ -352,6 +415,13 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             self.tracker.log(self.global_step, values)
         for callback in self.callbacks:
             callback.on_evaluate(self, self.global_step, values)
+        if self.keep_best is not None and on_main(self._is_best):
+            self.keep_best()
+        self._end_if_stalled()
+
+    def _is_best(self) -> bool:
+        """Return True if no evaluation was better than the last one."""
+        return num_since_best(self.tracker.records(), self.judge(self.config)) == 0
 
     def _log(self) -> None:
         values = self._reduced(self.pending)
@@ -359,6 +429,9 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         if self.strategy.is_main and values:
             notice(step_line(self.global_step, self.num_updates, values, self.clock))
             self.tracker.log(self.global_step, values)
+            for line in hints(values, self.history):
+                notice(line)
+            self.history = needed_history([*self.history, values])
 
     def _reduced(self, metrics: Metrics) -> dict[str, float]:
         """Return the metrics of all ranks as numbers."""

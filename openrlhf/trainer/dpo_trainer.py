@@ -25,7 +25,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
     """A preference loss; `reference` is None for losses of the policy alone."""
 
     name = "dpo"
-    judged_by = "acc"
+    judged_by = ("acc", "loss", "reward_margin")
 
     def __init__(self, config: DPOConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         super().__init__(config, inputs, strategy)

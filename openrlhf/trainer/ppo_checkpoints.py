@@ -14,7 +14,6 @@ from typing import Any
 from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
-from openrlhf.distributed.collectives import together
 from openrlhf.distributed.folders import HOLDER
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.rollout.rollout_queue import RolloutQueue, write_groups
@@ -68,8 +67,6 @@ class RunState:
     ) -> None:
         self.kl, self.opened, self.phases = config.algo.kl, opened, phases
         self.groups = {role: groups[role] for role in TRAINED_ROLES if role in groups}
-        key = config.ckpt.best_metric_key
-        self.keeps_best = key != "none" and (key != "" or config.ckpt.save_steps > 0)
         self.global_step = 0  # steps done
         self.weight_version = 0  # of the policy; counts its updates
         self.num_texts = 0  # rows of pre-training text that were mixed in
@@ -119,10 +116,8 @@ class RunState:
         model of another run aside.
         """
         saved = self.opened.saved
+        self.opened.set_other_best_aside()
         if saved is None:
-            aside = together(self.opened.store.set_best_aside) if self.keeps_best else None
-            if aside is not None:
-                warn(f"the best model of another run was moved to {aside}.")
             return
         has_same_ranks: list[bool] = []
         with progress("loading the checkpoint"):
@@ -189,7 +184,7 @@ class RunState:
         best one in place of the one before.
         """
         self.evaluations = noteworthy([*self.evaluations, found], name)
-        if not self.keeps_best or self.evaluations[1] is not found:
+        if not self.opened.config.keeps_best or self.evaluations[1] is not found:
             return
         actor = self.groups["actor"]
         with self.phases.turn:  # scoring and training are in turn on shared devices

@@ -11,17 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from openrlhf.config.base import with_value
-from openrlhf.config.cli import read_resolved, save_resolved
-from openrlhf.config.common import CheckpointConfig, last_words
+from openrlhf.config.cli import save_resolved
+from openrlhf.config.common import last_words
 from openrlhf.config.evaluation import EvaluateConfig
-from openrlhf.config.local_paths import MODEL_FILES
-from openrlhf.distributed.checkpoints import CheckpointStore
+from openrlhf.distributed.checkpoints import find_model
 from openrlhf.distributed.folders import holding
-from openrlhf.errors import ConfigError, Gathered
+from openrlhf.errors import Gathered
 from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
 from openrlhf.report.report import REPORT_FILE, report_or_warn
-from openrlhf.report.run_folder import CONFIG_FILE
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
@@ -117,47 +115,6 @@ def evaluated_runs(config: EvaluateConfig, gathered: Gathered) -> list[EvaluateC
             run = with_value(run, "actor.model_name_or_path", model)
             runs.append(with_value(run, "ckpt.output_dir", str(folder)))
     return runs
-
-
-def find_model(name: str) -> str:
-    """Return the model that is named by its hub id, its folder, or a run's: that of a run is what
-    it exported at its end, or else its best model, or else that of its last checkpoint. Raise
-    ConfigError for a run without any.
-    """
-    folder = Path(name).expanduser()
-    if not folder.is_dir() or any((folder / file).is_file() for file in MODEL_FILES):
-        return name
-    store, is_own = _checkpoints_of(folder)
-    root = store.root
-    found = store.best() or next(filter(None, map(store.model, reversed(store.steps()))), None)
-    if found is None:
-        raise ConfigError(
-            f"{name} holds no model, and {root} no checkpoint with one. Type the folder of a "
-            "model; --save_hf_ckpt keeps models with the checkpoints of a run."
-        )
-    if not is_own:
-        raise ConfigError(
-            f"{name} holds no model, and the checkpoints in {root} are another run's. Type the "
-            "folder of a model."
-        )
-    notice(f"{name}: {found}")
-    return str(found)
-
-
-def _checkpoints_of(folder: Path) -> tuple[CheckpointStore, bool]:
-    """Return the checkpoints of a run, or those in the folder itself; and whether this run wrote
-    them, since several runs may share a checkpoint root.
-    """
-    file = folder / CONFIG_FILE
-    settings = read_resolved(file) if file.is_file() else {}
-    if "ckpt.path" not in settings:
-        return CheckpointStore(folder), True
-    store = CheckpointStore(Path(settings["ckpt.path"]))
-    if (run_dir := store.run_dir()) is not None:
-        return store, run_dir == str(folder.resolve())
-    names = ("save_steps", "load_enable", "best_metric_key")
-    found = {name: settings[f"ckpt.{name}"] for name in names if f"ckpt.{name}" in settings}
-    return store, CheckpointConfig.model_validate(found).uses_root
 
 
 def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluation:

@@ -16,6 +16,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
+from openrlhf.distributed.hub import open_repository, push
 from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
 from openrlhf.report.report import reporting
@@ -107,6 +108,8 @@ def _open_and_run(
     closed = closing(source) if source else nullcontext()
     with closed, holding_folders(config.ckpt):
         redirect_framework_logs(inputs.run_dir, "driver")
+        if config.ckpt.push_to_hub:  # what is wrong there is known before training
+            open_repository(config.ckpt.push_to_hub)
         opened = open_run(config, inputs)
         if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
             return
@@ -175,6 +178,8 @@ def _run(
         export_final(partial(groups[role].call, TrainedWorker.export), Path(folder))
     opened.note_finished(inputs.run_dir, state.global_step)
     say_saved(inputs.run_dir)
+    if config.ckpt.push_to_hub:
+        push(inputs.run_dir, config.ckpt.push_to_hub)
     for callback in trainer.callbacks:
         callback.on_save(trainer, state.global_step, inputs.run_dir)
     return trainer

@@ -207,11 +207,11 @@ def pass_rate(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | No
         return None
     key, sources = config.ckpt.best_metric_key, [prompt.datasource for prompt in eval_prompts]
     names = pass_rate_names(dict.fromkeys(sources), (config.eval.n_samples_per_prompt, 1))
-    wanted = names[1] if key in ("", "none") else key
+    wanted = names[1] if key in ("auto", "none", "first") else key
     found = [name for name in names if wanted in (name, name.removeprefix("eval/"))]
     if not found:
         raise ConfigError(
-            f"--ckpt.best_metric_key {key} is no pass rate of the evaluation. Type one of "
+            f"--save_best {key} is no pass rate of the evaluation. Type one of "
             f"{', '.join(names)}, or none."
         )
     return found[0]

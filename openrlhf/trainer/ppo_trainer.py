@@ -40,7 +40,7 @@ from openrlhf.utils.logging import (
     step_line,
 )
 from openrlhf.utils.metrics import Metrics, timed
-from openrlhf.utils.outcome import say_outcome
+from openrlhf.utils.outcome import num_since_best, reward_alone, say_outcome, stopped_early
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.samples import example_of, show_samples
 from openrlhf.utils.tracking import Tracker, rollout_row, write_rollouts
@@ -74,6 +74,8 @@ class PPOTrainer:
         # Half precision rounds.
         self.max_mismatch_kl = 1e-3 if cluster.policy_dtype == torch.float32 else 0.1
         self.is_compared = False  # True once engine and trainer were, in this run
+        self.is_told = False  # True once it was said that the reward rises alone
+        self.is_ended = False  # True once a callback, or --early_stop, has asked for it
         algo, train = config.algo, config.train
         teaching = GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)
         self.sampler = StepSampler(
@@ -94,6 +96,7 @@ class PPOTrainer:
         self.broadcast_to_vllm()
         if state.global_step == 0:
             self.evaluate(global_step=0)
+        self.end_if_stalled()
         self.clock = RunClock(state.global_step)  # the pace leaves out the first evaluation
         while not self.is_over:
             metrics = Metrics()
@@ -113,6 +116,7 @@ class PPOTrainer:
             every = self.config.eval.steps
             if self.is_over or (every > 0 and state.global_step % every == 0):
                 self.evaluate(state.global_step)
+                self.end_if_stalled()
             self.save_if_due()
             if stopping.is_asked() and not self.is_over:
                 self.stop()
@@ -122,6 +126,18 @@ class PPOTrainer:
             self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
         self.tracker.close()
+
+    def end(self) -> None:
+        """End the run after this step, as after its last: it is evaluated, saved and exported."""
+        self.is_ended = True
+
+    def end_if_stalled(self) -> None:
+        """End the run if as many evaluations as --early_stop says were not better than the best."""
+        name, most = self.inputs.pass_rate, self.config.eval.early_stop
+        records = self.tracker.records() if most else []
+        if name and records and num_since_best(records, name) >= most:
+            notice(stopped_early(records, name))
+            self.end()
 
     def say_evaluations(self) -> None:
         """Say what was best, and warn of a policy that became worse than its best."""
@@ -133,7 +149,7 @@ class PPOTrainer:
         state = self.state
         if step == state.global_step:
             return self.inputs.run_dir
-        unkept = "not kept, --save_steps keeps the best" if step else self.config.policy_path
+        unkept = "not kept, --save_best keeps the best" if step else self.config.policy_path
         return state.opened.find(step) or unkept
 
     def check_has_learnt(self) -> None:
@@ -149,8 +165,8 @@ class PPOTrainer:
 
     @property
     def is_over(self) -> bool:
-        """Return True once every prompt was trained on, filtered or failed."""
-        return self.sampler.cursor.is_exhausted
+        """Return True once every prompt was trained on, filtered or failed, or `end` was called."""
+        return self.is_ended or self.sampler.cursor.is_exhausted
 
     def generate_unless_stopped(self, metrics: Metrics) -> list[Rollout]:
         """Generate the next step's samples; leave them when the user asks to stop."""
@@ -301,6 +317,9 @@ class PPOTrainer:
         show_samples(f"eval at step {global_step}", samples.rollouts, count, file=file)
         for callback in self.callbacks:
             callback.on_evaluate(self, global_step, values)
+        if not self.is_told and (words := reward_alone(self.tracker.records())):
+            notice(f"hint: {words}")
+            self.is_told = True
         if (name := inputs.pass_rate) in values:
             self.state.note_evaluation(name, {"step": global_step} | values)
 

@@ -42,7 +42,7 @@ class PPOTrainerAsync(PPOTrainer):
 
     @property
     def is_over(self) -> bool:
-        return self.queue.is_over
+        return self.is_ended or self.queue.is_over
 
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Return samples of the step, which may be finished already."""

@@ -98,7 +98,7 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
     """
 
     name = "prm"
-    judged_by = "acc"
+    judged_by = ("acc", "loss")
 
     def __init__(self, config: PRMConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         super().__init__(config, inputs, strategy)

@@ -33,7 +33,7 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
     """The loss on the difference of the two scores of a pair."""
 
     name = "rm"
-    judged_by = "acc"
+    judged_by = ("acc", "loss")
 
     def __init__(self, config: RMConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         super().__init__(config, inputs, strategy)

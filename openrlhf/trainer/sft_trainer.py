@@ -16,7 +16,7 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
     """The language-model loss on the tokens a row marks."""
 
     name = "sft"
-    judged_by = "gpt_loss"
+    judged_by = ("gpt_loss", "acc")
 
     def counts(self, batch: PackedBatch) -> dict[str, float]:
         """Return the number of tokens that are learned."""

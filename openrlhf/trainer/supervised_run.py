@@ -35,6 +35,7 @@ from openrlhf.distributed.collectives import (
 )
 from openrlhf.distributed.export import check_room
 from openrlhf.distributed.folders import holding_folders, read_json, write_json
+from openrlhf.distributed.hub import open_repository, push
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.weights import hf_model_of
@@ -70,6 +71,8 @@ def run_supervised(recipe: Recipe, config: ConfigT, *, callbacks: Sequence[Callb
     topology = Topology.from_env(local_rank=config.local_rank)
     if topology.is_main:
         with holding_folders(config.ckpt):
+            if config.ckpt.push_to_hub:  # what is wrong there is known before training
+                open_repository(config.ckpt.push_to_hub)
             checkpointer = _run(recipe, config, topology, callbacks)
             if checkpointer is not None:
                 checkpointer.say_outcome()  # a model that got worse is the last line
@@ -114,6 +117,8 @@ def _train(
         trainer.tracker = make_tracker(config.logger, run_dir, told, resume_step=opened.resume_step)
     checkpointer = Checkpointer(trainer, opened)
     checkpointer.resume()
+    if config.ckpt.keeps_best:
+        trainer.keep_best = checkpointer.keep_best
     if strategy.is_main:  # what is refused leaves the folder as it was
         save_resolved(config, run_dir / "config.yaml")
         say_start(trainer)
@@ -131,6 +136,8 @@ def _train(
     if strategy.is_main:
         opened.note_finished(run_dir, trainer.global_step)
         say_saved(run_dir)
+        if config.ckpt.push_to_hub:
+            push(run_dir, config.ckpt.push_to_hub)
     for callback in trainer.callbacks:
         callback.on_save(trainer, trainer.global_step, run_dir)
     shut_down()
@@ -155,6 +162,7 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
         gathered.raise_if_any()
     assert tokenizer is not None, "or else problems were raised"
     gathered.attempt(lambda: recipe.check(config, tokenizer))
+    gathered.attempt(partial(recipe.judge, config))
     made = []
     for data_set, rows in found:
         samples = None if rows is None else data_set.tokenise(gathered, rows, tokenizer)
@@ -247,10 +255,12 @@ class Checkpointer:
     def resume(self) -> None:
         """Put model, optimizer, position and random numbers where they were; all ranks call."""
         saved = self.checkpoints.saved
+        self.checkpoints.set_other_best_aside()
         if saved is None:
             return
+        has_own_rate = self.checkpoints.config.reset_lr
         with progress("loading the checkpoint"):
-            self.trainer.engine.load_states(saved.path / MODEL)
+            self.trainer.engine.load_states(saved.path / MODEL, has_own_rate=has_own_rate)
         self.trainer.global_step = saved.step
         self.trainer.num_bad_steps = saved.state["num_bad_steps"]
         if is_main() and self.trainer.is_finished:
@@ -278,7 +288,7 @@ class Checkpointer:
 
     def say_outcome(self) -> None:
         """Say which evaluation was best, and where its model is."""
-        trainer, unkept = self.trainer, "not kept, --save_steps keeps the last ones"
+        trainer, unkept = self.trainer, "not kept, --save_best keeps the best"
 
         def where(step: int) -> object:
             if step == trainer.global_step:
@@ -286,7 +296,13 @@ class Checkpointer:
             return self.checkpoints.find(step) or unkept
 
         records = trainer.tracker.records()
-        say_outcome(f"eval/{trainer.judged_by}", records, records, where=where)
+        say_outcome(trainer.judge(trainer.config), records, records, where=where)
+
+    def keep_best(self) -> None:
+        """Keep the model of this step in place of the best one before; all ranks call."""
+        step = self.trainer.global_step
+        if self.checkpoints.save_best(step, self.trainer.export) and is_main():
+            notice(f"best so far: step {step}")
 
     def save(self) -> bool:
         """Save now; all ranks call, and all return whether it was saved.

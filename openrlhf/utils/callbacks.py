@@ -6,7 +6,8 @@ from typing import Any
 
 
 class Callback:
-    """Override what you need. What a method raises ends the run with its traceback.
+    """Override what you need. What a method raises ends the run with its traceback; `trainer.end()`
+    ends it as after its last step.
 
     `trainer` is the running one: BaseTrainer on each rank of a supervised run, PPOTrainer in the
     controller of an RL run.

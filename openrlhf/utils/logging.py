@@ -219,12 +219,18 @@ MAX_TRUNCATED_RATIO = 0.3
 MAX_MISMATCH_KL = 0.01
 MIN_ENTROPY_RATIO = 0.1  # of the entropy at the start of the run
 NUM_START_STEPS = 5
+MAX_UPDATE_RATIO = 0.1  # norm of an update by that of the weights; good ones: 1e-6 to 1e-2
+LARGE_UPDATE_RATIO = 1e-3
+MIN_UPDATE_RATIO = 1e-7  # of a number, float32 does not hold less
+MAX_KL_JUMP = 1.0  # nats per token in one step
+LARGE_KL = 1.0
+MAX_LOSS_RISE = 2.0  # by its start
 
 
 def _red_flags(metrics: Values, history: Sequence[Values], *, example: str) -> dict[str, str]:
     """Return what is wrong at a step, by the metric that shows it."""
-    found = {}
-    if metrics.get("group_reward_std", 1.0) < SAME_REWARD:
+    found = _rate_flags(metrics, history)
+    if metrics.get("group_reward_std", 1.0) < SAME_REWARD and "rate" not in found:
         found["group_reward_std"] = (
             "all samples of every prompt got the same reward, so this step teaches nothing. "
             "Look at what the reward function returns; if that is right, try other prompts, a "
@@ -250,6 +256,55 @@ def _red_flags(metrics: Values, history: Sequence[Values], *, example: str) -> d
             "Try a smaller learning rate, a larger --init_kl_coef or --entropy_loss_coef."
         )
     return found
+
+
+def _rate_flags(metrics: Values, history: Sequence[Values]) -> dict[str, str]:
+    """Return what size and effect of the updates say of the learning rate: far too high under
+    "rate", too small to change anything under "no_rate".
+    """
+    model = "actor_" if "actor_lr" in metrics else ""
+    rate, flag = metrics.get(f"{model}lr"), f"--{model}learning_rate"
+    if rate is None:
+        return {}
+    ratio = metrics.get(f"{model}update_ratio", 0.0)
+    if signs := _signs_of_high_rate(metrics, history, ratio):
+        return {
+            "rate": f"{signs}: the learning rate is probably far too high ({rate:.2g} now). Try a "
+            f"tenth of {flag}."
+        }
+    is_warm = bool(history) and rate <= history[-1].get(f"{model}lr", 0.0)
+    if is_warm and f"{model}update_ratio" in metrics and ratio < MIN_UPDATE_RATIO:
+        return {
+            "no_rate": f"an update changes the weights by {ratio:.1g} of their size, which is lost "
+            f"in rounding: nothing is learnt. Try a larger {flag} ({rate:.2g} now)."
+        }
+    return {}
+
+
+def _signs_of_high_rate(metrics: Values, history: Sequence[Values], ratio: float) -> str:
+    """Return what shows that the learning rate is far too high; empty if nothing does."""
+    if ratio > MAX_UPDATE_RATIO:
+        return f"an update changes the weights by {ratio:.0%} of their size"
+    start, last = history[:NUM_START_STEPS], history[-1] if history else {}
+    is_rl, kl = "group_reward_std" in metrics, metrics.get("kl")
+    if is_rl and kl is not None and kl - last.get("kl", math.inf) > MAX_KL_JUMP:
+        return f"the KL to the reference rose from {last['kl']:.2g} to {kl:.2g} in one step"
+    # Rewards are equal that were not, and smaller: the responses have become alike.
+    rewards = [past["reward"] for past in start if past.get("group_reward_std", 0) >= SAME_REWARD]
+    is_alike = is_rl and metrics["group_reward_std"] < SAME_REWARD and bool(rewards)
+    has_moved = ratio > LARGE_UPDATE_RATIO if kl is None else kl > LARGE_KL
+    if is_alike and has_moved and metrics["reward"] < statistics.median(rewards):
+        how = (
+            f"an update changes the weights by {ratio:.1%}" if kl is None else f"the KL is {kl:.2g}"
+        )
+        return (
+            f"all samples of every prompt get the same reward, a smaller one than before, and {how}"
+        )
+    name = next((name for name in LOSSES if name in metrics), "")
+    losses = [past[name] for past in start if name in past]
+    if not is_rl and losses and metrics[name] > MAX_LOSS_RISE * statistics.median(losses) > 0:
+        return f"the loss rose from {statistics.median(losses):.3g} to {metrics[name]:.3g}"
+    return ""
 
 
 def hints(metrics: Values, history: Sequence[Values], *, example: str = "") -> list[str]:

@@ -1,12 +1,15 @@
 """What a run says at its end: where things are, what was best, and whether the model got worse."""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from openrlhf.utils.logging import LOSSES, SAME_REWARD, STDERR, Values, notice, short_name, warn
 
 MAX_FALL = 2.0  # standard errors of a difference that may be chance
+MIN_THIRD = 3  # steps in a third of a run, to compare thirds
+MAX_SOLVED = 0.99  # a score above has no room to rise
 PASS1 = "_pass1"  # ends the name of the pass rate of a data source
 BESIDE = ("metrics.jsonl", "rollouts", "dumps", "logs")  # a model in a run folder
 
@@ -26,10 +29,10 @@ def say_outcome(
 ) -> None:
     """Compare the first, the best and the last of several evaluations by a metric, or else of the
     steps of training; warn of a model that became worse than its best by it, or by pass@1 of
-    another data source. Say how many steps taught nothing. `steps` is all that was logged; `where`
-    returns where the model of a step is.
+    another data source. Say how many steps taught nothing, and whether the reward rose alone.
+    `steps` is all that was logged; `where` returns where the model of a step is.
     """
-    if words := taught_nothing(steps):
+    for words in filter(None, (taught_nothing(steps), reward_alone(steps))):
         notice(f"hint: {words}")
     if name is None or len({values["step"] for values in known(found, name)}) < 2:
         say_best_step(steps)
@@ -46,6 +49,15 @@ def say_outcome(
         if words := got_worse(records, judged):
             step = int(noteworthy(records, judged)[1]["step"])
             warn(f"{words}. The model of step {step}: {where(step)}.")
+
+
+def stopped_early(evaluations: Sequence[Values], name: str) -> str:
+    """Return why a run ends before its last step."""
+    best = noteworthy(evaluations, name)[1]
+    return (
+        f"early stop: {num_since_best(evaluations, name)} evaluation(s) in a row were not better "
+        f"than {short_name(name)} {with_error(best, name)} of step {best['step']:.0f}"
+    )
 
 
 def got_worse(evaluations: Sequence[Values], name: str) -> str:
@@ -85,6 +97,29 @@ def taught_nothing(records: Sequence[Values]) -> str:
     )
 
 
+def reward_alone(records: Sequence[Values]) -> str:
+    """Return how the reward of the logged steps rose while the score, which is not trained on, did
+    not: the last third of them against the first, by more than chance. Empty if that is not so.
+    """
+    steps = known(known(records, "reward"), "score")
+    size = len(steps) // 3
+    if size < MIN_THIRD:
+        return ""
+    means, gains = {}, {}
+    for name in ("reward", "score"):
+        first, last = ([v[name] for v in part] for part in (steps[:size], steps[-size:]))
+        error = math.hypot(*(statistics.stdev(part) / math.sqrt(size) for part in (first, last)))
+        means[name] = statistics.fmean(first), statistics.fmean(last)
+        gains[name] = means[name][1] - means[name][0] > MAX_FALL * error
+    if gains["score"] or not gains["reward"] or means["score"][1] > MAX_SOLVED:
+        return ""
+    (reward, more), (score, same) = means["reward"], means["score"]
+    return (
+        f"the reward rose from {reward:.3g} to {more:.3g}, and the score, which is not trained "
+        f"on, went from {score:.3g} to {same:.3g}: the policy may exploit the reward. Read samples"
+    )
+
+
 def other_pass_rates(records: Sequence[Values], name: str) -> list[str]:
     """Return the names of pass@1 of the data sources beside the one that is judged by `name`."""
     rates = {each for values in records for each in values if each.endswith(PASS1)}
@@ -119,6 +154,12 @@ def noteworthy(evaluations: Sequence[Values], name: str) -> list[Values]:
     # Of two that are equal the earlier one is the best: its model is the one that is kept.
     best = max(found, key=lambda values: (sign * values[name], -values["step"]))
     return [found[0], best, found[-1]]
+
+
+def num_since_best(evaluations: Sequence[Values], name: str) -> int:
+    """Return how many evaluations by a metric there were after the best one; -1 without any."""
+    found = known(evaluations, name)
+    return len(found) - 1 - found.index(noteworthy(found, name)[1]) if found else -1
 
 
 def has_fallen(best: Values, last: Values, name: str) -> bool:

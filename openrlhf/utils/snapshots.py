@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 from openrlhf.config.base import CommandConfig, with_value
+from openrlhf.config.common import RunConfig
 from openrlhf.config.local_paths import is_hub_id, named_things
 from openrlhf.errors import ConfigError, first_line
 
@@ -20,12 +21,17 @@ HUB_TIMEOUT_S = 10.0  # for its first answer
 
 
 def library_problems(config: CommandConfig) -> Iterator[str]:
-    """Yield a line if ModelScope is asked for and its library is not there."""
-    if config.use_ms and find_spec("modelscope") is None:
-        yield (
-            "--use_ms is set, and the library of ModelScope is not installed. Type pip install "
-            "'.[modelscope]' in the checkout, or leave --use_ms out."
-        )
+    """Yield a line for each optional library that is asked for and not there."""
+    asked = {"modelscope": ("--use_ms", config.use_ms)}
+    if isinstance(config, RunConfig):
+        asked["trackio"] = ("--use_trackio", config.logger.trackio)
+        asked["mlflow"] = ("--use_mlflow", config.logger.mlflow)
+    for library, (flag, is_asked) in asked.items():
+        if is_asked and find_spec(library) is None:
+            yield (
+                f"{flag} is set, and the library {library} is not installed. Type pip install "
+                f"'.[{library}]' in the checkout, or leave {flag} out."
+            )
 
 
 def with_snapshots(config: ConfigT, *, is_shown: bool) -> ConfigT:

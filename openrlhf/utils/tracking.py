@@ -1,4 +1,4 @@
-"""Where metrics and rollouts go: metrics.jsonl, TensorBoard and wandb when asked, parquet.
+"""Where metrics and rollouts go: metrics.jsonl, other trackers when asked, parquet.
 
 No sink can stop or slow a training run: the files of the run folder warn once and go on, the extra
 sinks live behind a bounded queue in a thread of their own, with everything they do, start included.
@@ -8,12 +8,15 @@ Nothing here knows what a metric means.
 import json
 import math
 import queue
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from openrlhf.config.cli import leaves
 from openrlhf.config.common import LoggerConfig, WandbConfig
 from openrlhf.errors import first_line
 from openrlhf.utils.logging import warn, warn_once
@@ -25,6 +28,8 @@ Reader: TypeAlias = Callable[[Iterator[Record]], None]
 
 METRICS_FILE = "metrics.jsonl"
 ENDED_FILE = "ended.json"  # how a run ended: step and data of a finished one, else its error
+MLFLOW_BATCH = 100  # settings that its servers take at a time
+MLFLOW_NO_NAME = re.compile(r"[^\w\-./ ]")  # what its names of metrics may not have
 QUEUE_SIZE = 256  # log calls a sink may lag behind before it is given up
 CLOSE_TIMEOUT_S = 15.0  # for a sink to write out what is pending
 
@@ -130,6 +135,10 @@ class NullTracker(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Do nothing."""
 
+    def records(self) -> list[dict[str, float]]:
+        """Return nothing."""
+        return []
+
 
 class BackgroundSink:
     """A function that reads records until they end, in a daemon thread; given up if it fails or
@@ -200,6 +209,43 @@ def write_wandb(
     run.finish()
 
 
+def write_trackio(
+    records: Iterator[Record], settings: WandbConfig, config: Mapping, library: Any = None
+) -> None:
+    """Send records and config to trackio, which keeps them on this machine unless its own variables
+    name a server.
+    """
+    trackio = library or import_module("trackio")
+    run = trackio.init(
+        project=settings.project,
+        name=settings.run_name,
+        group=settings.group,
+        config=dict(config),
+        resume="allow",
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
+    for step, values in records:
+        run.log(values, step=step)
+    run.finish()
+
+
+def write_mlflow(
+    records: Iterator[Record], settings: WandbConfig, config: Mapping, library: Any = None
+) -> None:
+    """Send records and config to MLflow, whose variables name the server."""
+    mlflow = library or import_module("mlflow")
+    mlflow.set_experiment(settings.project)
+    params = list(leaves(config))
+    with mlflow.start_run(run_name=settings.run_name):
+        for first in range(0, len(params), MLFLOW_BATCH):
+            mlflow.log_params(dict(params[first : first + MLFLOW_BATCH]))
+        for step, values in records:
+            named = {MLFLOW_NO_NAME.sub("_", name): value for name, value in values.items()}
+            mlflow.log_metrics(named, step=step)
+
+
 def make_tracker(
     logger: LoggerConfig, run_dir: Path | str, config: Mapping, *, resume_step: int | None = None
 ) -> Tracker:
@@ -212,6 +258,11 @@ def make_tracker(
     if logger.wandb.key:
         write = partial(write_wandb, settings=logger.wandb, run_dir=run_dir, config=config)
         sinks.append(BackgroundSink("wandb", write))
+    others = {"trackio": write_trackio, "MLflow": write_mlflow}
+    for name, other in others.items():
+        if getattr(logger, name.lower()):
+            read = partial(other, settings=logger.wandb, config=config)
+            sinks.append(BackgroundSink(name, read))
     return Tracker(run_dir, resume_step=resume_step, sinks=sinks)
 
 

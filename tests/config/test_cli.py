@@ -26,7 +26,8 @@ from tests.config.test_settings import CONFIGS
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
 COMMANDS = ["sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local"]
-COMMANDS += ["replay", "eval", "check", "report", "infer", "serve-rm", "merge-lora", "chat"]
+COMMANDS += ["replay", "eval", "check", "report", "infer", "serve-rm", "merge-lora", "push"]
+COMMANDS += ["chat"]
 
 
 def run(*argv, env=None):
@@ -61,7 +62,8 @@ def test_help_of_every_command_imports_no_heavy_library():
     lines = set(done.stdout.splitlines())
     for name in COMMANDS:
         words = "COMMAND FLAGS" if name == "check" else "[-h [all|WORD]] [OPTIONS]"
-        words = {"eval": "MODELS ", "replay": "RUN ", "report": "RUNS "}.get(name, "") + words
+        before = {"eval": "MODELS ", "push": "MODEL ", "replay": "RUN ", "report": "RUNS "}
+        words = before.get(name, "") + words
         assert {f"usage: openrlhf {name} {words}", f"LOADED {name} []"} <= lines
 
 

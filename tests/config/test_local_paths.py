@@ -6,7 +6,7 @@ import pytest
 
 from openrlhf.cli.runner import start_problems
 from openrlhf.config.cli import parse_config
-from openrlhf.config.local_paths import path_problems
+from openrlhf.config.local_paths import path_notices, path_problems
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig, LoraCombinerConfig, ServeRewardConfig
 from openrlhf.config.supervised import SFTConfig
@@ -126,3 +126,18 @@ def test_the_home_folder_is_meant_by_its_sign_where_no_shell_has_seen_it(
     assert (ckpt.output_dir, ckpt.path) == (f"{tmp_path}/run", f"{tmp_path}/ckpt")
     words = ["--model_path", "org/m", "--lora_path", "adapter", "--output_path", "~/merged"]
     assert parse_config(LoraCombinerConfig, words).config.output_path == f"{tmp_path}/merged"
+
+
+def test_an_output_folder_that_is_a_model_which_is_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    line = f"--pretrain {tmp_path}/mine/ --dataset d --save_path "
+    for output in ("mine", "link"):
+        config = parse_config(SFTConfig, f"{line}{tmp_path}/{output}".split()).config
+        assert list(path_notices(config)) == [
+            f"--save_path {tmp_path}/{output} is the model of --pretrain: what the command writes "
+            "replaces it. Type another --save_path to keep it."
+        ]
+    for output in ("other", "mine/run"):
+        config = parse_config(SFTConfig, f"{line}{tmp_path}/{output}".split()).config
+        assert list(path_notices(config)) == []

@@ -77,7 +77,7 @@ PPO_PROBLEMS = [
      f"--advantage_estimator must be one of {', '.join(get_args(Estimator))}: grpo. Type "
      "group_norm, or file.py:name of your own."),
     ("--report_to slack",
-     "--report_to is unknown: slack. Type one of wandb, all, tensorboard, none."),
+     "--report_to is unknown: slack. Type one of wandb, all, trackio, mlflow, tensorboard, none."),
     ("--qqqq 1", "--qqqq is not a known name. --help all lists all of them."),
     ("--policy_loss_type PPO",
      "--policy_loss_type must be one of ppo, gspo, cispo, sapo: PPO. Type ppo, or file.py:name of "
@@ -210,6 +210,14 @@ def test_a_notice_is_a_caution_only_where_something_is_at_stake(line, is_caution
 
 def test_a_model_that_nobody_named_is_said():
     assert notices(KTOConfig, "") == []
+    assert notices(KTOConfig, "--lora_rank 8 --learning_rate 1e-4") == []
+    for config_class, name, rate in (
+        (KTOConfig, "--learning_rate", "1e-05"),
+        (PPOConfig, "--actor_learning_rate", "1e-06"),
+    ):
+        [line] = notices(config_class, "--lora_rank 8")
+        assert line.startswith(f"--lora_rank 8 with {name} {rate}, the default for all weights: ")
+        assert line.endswith(f"Type {name} 0.0001.")
     assert list(parse_config(KTOConfig, ["--dataset", "d"]).notices) == [
         "--pretrain is not set: starting from bigscience/bloomz-1b7."
     ]

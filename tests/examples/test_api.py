@@ -60,6 +60,22 @@ def test_callbacks_see_every_step_evaluation_and_save(names: dict) -> None:
     assert [step for step, _ in watch.evaluations] == [0, 2]
 
 
+def test_a_callback_ends_a_run_with_its_model(names: dict) -> None:
+    ended = names["ended"]
+    assert [record["step"] for record in ended.history] == [1]
+    assert (names["folder"] / ended.model_path / "model.safetensors").is_file()
+
+
+def test_data_and_models_in_memory_are_kept_beside_the_run_that_reads_them(names: dict) -> None:
+    run = names["in_memory"]
+    assert run.metrics["eval/gpt_loss"] > 0
+    kept = sorted(path.name for path in (names["folder"] / "output/in_memory_inputs").iterdir())
+    dataset, eval_dataset, pretrain = kept
+    assert dataset.endswith(".jsonl") and eval_dataset.endswith(".parquet")
+    config = (run.run_dir / "config.yaml").read_text()
+    assert all(f"in_memory_inputs/{name}\n" in config for name in (dataset, eval_dataset, pretrain))
+
+
 def test_an_error_in_a_callback_has_no_frames_but_the_programs(
     names: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,8 @@ import pandas
 import pytest
 
 from openrlhf.cli import evaluate
+from openrlhf.distributed.checkpoints import find_model
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ppo_evaluate import find_model
 from tests.integration.test_agents import ENVIRONMENT
 from tests.rewards.servers import RewardServer
 from tests.rollout.test_agent_files import NEW

@@ -4,12 +4,19 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.utils.logging import STDERR
 from openrlhf.utils.metrics import Metrics, standard_errors
-from openrlhf.utils.outcome import has_fallen, noteworthy, say_outcome, taught_nothing
-from tests.trainer.small_run import make_trainer
+from openrlhf.utils.outcome import (
+    has_fallen,
+    noteworthy,
+    reward_alone,
+    say_outcome,
+    taught_nothing,
+)
+from tests.trainer.small_run import make_trainer, weights_of
 from tests.trainer.test_experience import rollout
 
 
@@ -117,6 +124,33 @@ def test_steps_that_taught_nothing_are_counted_at_the_end(
     assert capsys.readouterr().out.splitlines()[0] == f"hint: {told}"
     assert taught_nothing(records) == told
     assert taught_nothing(records[2:3]) == ""
+
+
+def test_a_reward_that_rises_while_the_score_stays_is_said() -> None:
+    rewards = [0.1, 0.2, 0.1, 0.3, 0.4, 0.5, 0.7, 0.8, 0.7]
+    stays, rises = [0.2, 0.3, 0.2] * 3, [0.2, 0.3, 0.2, 0.4, 0.5, 0.4, 0.6, 0.7, 0.6]
+
+    def said(rewards: list[float], scores: list[float]) -> str:
+        pairs = enumerate(zip(rewards, scores, strict=True))
+        return reward_alone([{"step": k, "reward": r, "score": s} for k, (r, s) in pairs])
+
+    assert said(rewards, stays).startswith(
+        "the reward rose from 0.133 to 0.733, and the score, which is not trained on, went from "
+        "0.233 to 0.233: "
+    )
+    assert said(rewards, rises) == said(stays, stays) == said(rewards[:8], stays[:8]) == ""
+    assert said(rewards, [1.0] * 9) == ""  # every response is right: it cannot rise
+    assert reward_alone([{"step": k, "reward": r} for k, r in enumerate(rewards)]) == ""
+
+
+def test_the_size_of_an_update_is_that_of_the_change_of_the_weights(tmp_path: Path) -> None:
+    trainer = make_trainer({"zero_stage": 0}, tmp_path, None, 1)
+    before = torch.cat([weights.flatten() for weights in weights_of(trainer)])
+    metrics = trainer.train_step(range(8))
+    after = torch.cat([weights.flatten() for weights in weights_of(trainer)])
+    ratio = ((after - before).norm() / before.norm()).item()
+    assert metrics["update_ratio"] == pytest.approx(ratio, rel=1e-5)
+    assert ratio > 1e-3
 
 
 def test_the_standard_error_of_equal_parts_is_that_of_their_mean() -> None:

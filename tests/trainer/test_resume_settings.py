@@ -59,18 +59,18 @@ def test_a_change_the_checkpoint_depends_on_is_refused_with_what_to_type(
     ("make", "flags", "said"),
     [
         (sft, "--learning_rate 1", "--learning_rate 1.0 has no effect: 5e-06 goes on with the"),
-        (sft, "--adam_betas 0.8 0.9", "--adam_betas 0.8 0.9 has no effect: 0.9 0.95 goes on"),
         (ppo, "--actor_learning_rate 1", "--actor_learning_rate 1.0 has no effect: 1e-06 goes on"),
     ],
 )
 def test_a_value_that_the_checkpoint_keeps_is_said(make: Callable, flags: str, said: str) -> None:
     [line] = check_settings(make(flags), saved(make), path="ckpt/global_step7")
-    assert line.startswith(said)
+    assert line.startswith(said) and line.endswith("Add --reset_lr to change it.")
+    assert check_settings(make(f"{flags} --reset_lr"), saved(make), path="p") == []
 
 
 def test_what_may_change_and_what_a_checkpoint_does_not_know_are_not_said() -> None:
     free = "--max_epochs 5 --max_norm 7 --save_steps 9 --logging_steps 4 --eval_dataset e "
-    free += "--save_path x --use_wandb true --zero_stage 3"
+    free += "--adam_betas 0.8 0.9 --save_path x --use_wandb true --zero_stage 3"
     assert check_settings(sft(free), saved(), path="p") == []
     assert check_settings(sft("--l2 7"), {}, path="p") == []
 
@@ -128,6 +128,9 @@ def run_commands(root: Path) -> dict:
     results["exported"] = (root / "run" / "model.safetensors").is_file()
     results["asked"] = list(asked)
     results["longer"] = exit_code(root, "--max_epochs", "3")
+    results["slower"] = exit_code(root, "--max_epochs", "4", "--learning_rate", "5e-4")
+    flags = ("--max_epochs", "5", "--learning_rate", "5e-4", "--reset_lr")
+    results["slower"] += exit_code(root, *flags)
     return results
 
 
@@ -138,9 +141,9 @@ def test_a_command_typed_again_does_what_is_left(tmp_path: Path) -> None:
     assert (results["again"], results["untouched"]) == (0, True)  # a finished run does no work
     assert (results["export"], results["exported"]) == (0, True)
     assert results["asked"] == [0, 2]  # of the reference, by the two starts that trained
-    assert results["longer"] == 0
+    assert (results["longer"], results["slower"]) == (0, 0)
     rates = {record["step"]: record["lr"] for record in records(root / "run") if "lr" in record}
-    assert list(rates) == [3, 6, 9]
+    assert list(rates) == [3, 6, 9, 12, 15]
 
     # Cosine from 1e-3 to a tenth of it; a line has the largest rate behind its three updates.
     def expected(k: int, num: int) -> float:
@@ -148,3 +151,5 @@ def test_a_command_typed_again_does_what_is_left(tmp_path: Path) -> None:
 
     assert rates[6] == pytest.approx(expected(4, 6))
     assert rates[9] == pytest.approx(expected(7, 9))
+    assert rates[12] == pytest.approx(expected(10, 12))  # that of the checkpoint, whatever is typed
+    assert rates[15] == pytest.approx(expected(13, 15) / 2)

@@ -64,6 +64,53 @@ def test_equal_rewards_are_hinted_once_per_spell():
     assert line.endswith("more --n_samples_per_prompt. One of them: {ok}.")
 
 
+def rl(**values: float) -> dict[str, float]:
+    """A step of an RL run that learns."""
+    step = {"group_reward_std": 0.2, "reward": 0.5, "actor_lr": 1e-6, "actor_update_ratio": 1e-5}
+    return step | {"kl": 0.01} | values
+
+
+def test_a_learning_rate_that_is_far_too_high_is_named_instead_of_the_temperature():
+    equal = {"group_reward_std": 0.0, "reward": 0.1, "actor_lr": 1e-3}
+    without_kl = {name: value for name, value in rl().items() if name != "kl"}
+    for metrics, history, signs in (
+        (rl(kl=8.0), [rl()], "the KL to the reference rose from 0.01 to 8 in one step"),
+        (rl(actor_update_ratio=0.48), [rl()], "an update changes the weights by 48% of their"),
+        (rl(kl=8.0, **equal), [rl(), *[rl(kl=8.0)] * 2], "than before, and the KL is 8"),
+        (
+            without_kl | equal | {"actor_update_ratio": 0.005},
+            [without_kl],
+            "than before, and an update changes the weights by 0.5%",
+        ),
+        ({"gpt_loss": 9.0, "lr": 1e-2}, [{"gpt_loss": 2.0, "lr": 1e-2}], "the loss rose from 2 to"),
+    ):
+        [line] = console.hints(metrics, history)
+        assert signs in line and "learning rate is probably far too high" in line
+        assert "--temperature" not in line
+    assert line.endswith("Try a tenth of --learning_rate.")
+
+
+def test_equal_rewards_of_a_policy_that_has_not_moved_are_no_matter_of_the_rate():
+    for equal in (
+        rl(group_reward_std=0.0, reward=0.1),  # a small KL
+        rl(group_reward_std=0.0, reward=1.0, kl=2.0),  # the best reward
+    ):
+        [line] = console.hints(equal, [rl(kl=1.5)])
+        assert "a higher --temperature" in line
+    assert console.hints(rl(kl=3.0), [rl(kl=2.5)]) == []  # it moves, but does not jump
+    assert console.hints({"gpt_loss": 3.0, "lr": 1e-2}, [{"gpt_loss": 2.0, "lr": 1e-2}]) == []
+
+
+def test_an_update_that_rounding_undoes_is_named_once_the_rate_has_warmed_up():
+    small = {"loss": 1.0, "lr": 1e-9, "update_ratio": 2e-8}
+    [line] = console.hints(small, [{"loss": 1.0, "lr": 1e-9}])
+    assert "the weights by 2e-08 of their size" in line
+    assert line.endswith("Try a larger --learning_rate (1e-09 now).")
+    assert console.hints(small, []) == []
+    assert console.hints(small, [{"loss": 1.0, "lr": 5e-10}]) == []
+    assert console.hints(small | {"update_ratio": 1e-6}, [{"loss": 1.0, "lr": 1e-9}]) == []
+
+
 def test_truncation_mismatch_and_entropy_have_their_hints():
     start = [{"entropy": 2.0}] * 5
     metrics = {"response_clip_ratio": 0.5, "vllm_kl": 0.02, "entropy": 0.19}

@@ -54,12 +54,22 @@ def test_ids_that_the_hub_does_not_have_are_listed_together() -> None:
     assert rows.startswith("--prompt_data org/lost cannot be fetched from ModelScope: ")
 
 
-def test_a_library_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, refuse) -> None:
+@pytest.mark.parametrize(
+    ("words", "flag", "library"),
+    [
+        ("--use_ms", "--use_ms", "modelscope"),
+        ("--use_trackio", "--use_trackio", "trackio"),
+        ("--report_to mlflow tensorboard", "--use_mlflow", "mlflow"),
+    ],
+)
+def test_a_library_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, refuse, words: str, flag: str, library: str
+) -> None:
     monkeypatch.setattr(snapshots, "find_spec", lambda _: None)
-    words = ["--use_ms", "--pretrain", "org/tiny", "--dataset", "org/rows"]
-    code, said = refuse("train_sft", words)
+    line = f"{words} --pretrain org/tiny --dataset org/rows"
+    code, said = refuse("train_sft", line.split())
     assert (code, len(said.splitlines())) == (2, 1)
-    assert "--use_ms" in said and "pip install '.[modelscope]'" in said
+    assert f"{flag} is set" in said and f"pip install '.[{library}]'" in said
 
 
 def test_a_hub_that_does_not_answer_is_said_once_and_not_asked_again(

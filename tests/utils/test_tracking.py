@@ -1,13 +1,16 @@
 """Sinks write what they were given, and none of them can stop or slow a run."""
 
+import json
 import math
+import sqlite3
 import threading
 import time
 
 import pyarrow.parquet
+import pytest
 import torch
 
-from openrlhf.config.common import LoggerConfig
+from openrlhf.config.common import LoggerConfig, WandbConfig
 from openrlhf.utils import tracking
 
 
@@ -101,6 +104,72 @@ def test_tensorboard_writes_an_event_file_and_is_off_by_default(tmp_path):
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
         assert (tmp_path / "tb").exists() == bool(tensorboard_dir)
     assert list((tmp_path / "tb/run").glob("events.out.tfevents.*"))
+
+
+class Recorder:
+    """A tracker's library, with the calls it got."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args, **named):
+            self.calls.append((name, args, named))
+            return self
+
+        return call
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.calls.append(("end", (), {}))
+
+
+RECORDS = [(1, {"loss": 0.5, "eval/a@b_pass1": 1.0}), (2, {"loss": 0.25})]
+NAMES = WandbConfig(project="sums", run_name="first", group="tries")
+
+
+def test_trackio_gets_the_names_the_settings_and_every_record():
+    library = Recorder()
+    tracking.write_trackio(iter(RECORDS), NAMES, {"adam": {"lr": 1e-5}}, library)
+    (start, _, said), *logged, (end, *_) = library.calls
+    assert (start, end) == ("init", "finish")
+    names = {"project": "sums", "name": "first", "group": "tries", "config": {"adam": {"lr": 1e-5}}}
+    assert names.items() <= said.items()
+    assert logged == [("log", (values,), {"step": step}) for step, values in RECORDS]
+
+
+def test_mlflow_gets_flat_settings_and_names_of_metrics_that_it_takes():
+    library = Recorder()
+    settings = {"adam": {"lr": 1e-5}, **{f"s{k}": k for k in range(100)}}
+    tracking.write_mlflow(iter(RECORDS), NAMES, settings, library)
+    experiment, start, first, second, *logged, end = library.calls
+    assert experiment == ("set_experiment", ("sums",), {})
+    assert (start, end[0]) == (("start_run", (), {"run_name": "first"}), "end")
+    assert first[1][0]["adam.lr"] == 1e-5
+    assert [len(call[1][0]) for call in (first, second)] == [100, 1]
+    assert logged == [
+        ("log_metrics", ({"loss": 0.5, "eval/a_b_pass1": 1.0},), {"step": 1}),
+        ("log_metrics", ({"loss": 0.25},), {"step": 2}),
+    ]
+
+
+def test_the_libraries_themselves_take_what_is_sent(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    _, mlflow = map(pytest.importorskip, ("trackio", "mlflow"))
+    mlflow.set_tracking_uri((tmp_path / "mlflow").as_uri())
+    config = LoggerConfig(trackio=True, mlflow=True, wandb=NAMES)
+    tracker = tracking.make_tracker(config, tmp_path / "run", {"adam": {"lr": 1e-5}})
+    for step, values in RECORDS:
+        tracker.log(step, values)
+    tracker.close()
+    [run] = mlflow.search_runs(experiment_names=["sums"], output_format="list")
+    assert (run.data.params, run.data.metrics["loss"]) == ({"adam.lr": "1e-05"}, 0.25)
+    with sqlite3.connect(tmp_path / "sums.db") as store:
+        found = store.execute("select step, metrics from metrics order by step").fetchall()
+    assert [(step, json.loads(text)) for step, text in found] == RECORDS
 
 
 def test_rollouts_are_read_back_as_written(tmp_path):

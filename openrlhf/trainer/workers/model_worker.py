@@ -195,6 +195,7 @@ class TrainedWorker(ModelWorker):
                 notes.num_updates += 1
                 self.after_step()
                 metrics.add(f"{self.prefix}_lr", self.engine.lr, reduction="max")
+                metrics.add(f"{self.prefix}_update_ratio", self.engine.update_ratio)
         self.engine.module.eval()
         memory_gib = peak_memory_gib(self.engine.device)
         metrics.add(f"memory/{self.prefix}_gib", memory_gib, reduction="max")
@@ -299,7 +300,8 @@ class TrainedWorker(ModelWorker):
         """Load what `save_states` wrote; return True if random numbers go on where they stood,
         which they cannot on another number of ranks.
         """
-        self.engine.load_states(Path(folder) / self.role)
+        has_own_rate = self.config.ckpt.reset_lr
+        self.engine.load_states(Path(folder) / self.role, has_own_rate=has_own_rate)
         return together(lambda: self.load_own(Path(folder)))
 
     def save_own(self, folder: Path) -> None:

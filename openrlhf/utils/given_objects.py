@@ -1,0 +1,81 @@
+"""Data sets, rows and loaded models that a Python program gives where a command takes a path: they
+are written to files, whose names say their content, and the files are read.
+
+Nothing here knows the libraries that made them.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from openrlhf.errors import ConfigError, first_line
+
+NUM_DIGITS = 12  # of a digest, in a name
+
+
+def is_object(value: object) -> bool:
+    """Return True if a setting is no text: an object, or a list with one."""
+    if isinstance(value, list | tuple):
+        return any(map(is_object, value))
+    return not isinstance(value, str | os.PathLike | bool | int | float | None)
+
+
+def as_paths(name: str, value: Any, folder: Path) -> Any:
+    """Return the setting `name` with the path of a file in `folder` for each object in it; raise
+    ConfigError for one that cannot be written.
+    """
+    if not is_object(value):
+        return value
+    is_list = isinstance(value, list | tuple)
+    if is_list and all(isinstance(row, Mapping) for row in value):
+        return _written(name, ".jsonl", folder, lambda path: _write_rows(value, path))
+    if is_list and len(value) == 2 and all(hasattr(part, "save_pretrained") for part in value):
+        return _written(name, "", folder, lambda path: [p.save_pretrained(path) for p in value])
+    if is_list:
+        return [as_paths(name, part, folder) for part in value]
+    if hasattr(value, "to_parquet") and not isinstance(value, Mapping):
+        return _written(name, ".parquet", folder, value.to_parquet)
+    kind, remedy = type(value).__name__, "a path or hub id, a datasets.Dataset, or a list of rows"
+    if hasattr(value, "save_pretrained"):
+        remedy = "(model, tokenizer), or a path or hub id"
+    elif isinstance(value, Mapping):
+        remedy = f"one of its parts ({', '.join(map(str, value))})"
+    raise ConfigError(f"{name} cannot be a {kind}. Give {remedy}.")
+
+
+def _write_rows(rows: list[Mapping[str, object]], path: str) -> None:
+    with Path(path).open("w") as file:
+        file.writelines(json.dumps(dict(row)) + "\n" for row in rows)
+
+
+def _written(name: str, suffix: str, folder: Path, write: Any) -> str:
+    """Return the path of what `write` writes. Ranks that write the same leave one copy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = name.rpartition(".")[2]
+    temporary = folder / f".{stem}-{os.getpid()}{suffix}"
+    try:
+        write(str(temporary))
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"{name} cannot be written to {folder}: {first_line(error)}. Give a path instead."
+        ) from error
+    final = folder / f"{stem}-{_digest(temporary)}{suffix}"
+    with suppress(OSError):  # a folder of another rank may be there
+        temporary.rename(final)
+    shutil.rmtree(temporary, ignore_errors=True)
+    return str(final)
+
+
+def _digest(path: Path) -> str:
+    """Return the first digits of the sum of a file, or of all files of a folder."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    sums = hashlib.sha256()
+    for file in filter(Path.is_file, files):
+        with file.open("rb") as content:
+            sums.update(hashlib.file_digest(content, "sha256").digest())
+    return sums.hexdigest()[:NUM_DIGITS]

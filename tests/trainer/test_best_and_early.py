@@ -1,0 +1,170 @@
+"""The model of the best evaluation is kept, and a run ends early: when nothing improves, or when a
+callback says so.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from openrlhf import api
+from openrlhf.distributed.checkpoints import open_checkpoints
+from openrlhf.errors import ConfigError
+from openrlhf.utils.callbacks import Callback
+from openrlhf.utils.outcome import num_since_best
+from openrlhf.utils.tracking import read_metrics
+from tests.distributed.spawn import run_ranks
+from tests.tiny import make_model, write_jsonl
+from tests.trainer.small_run import FACTS, config_of, make_trainer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, rows to learn, and held-out rows whose loss rises once those are learnt."""
+    root = tmp_path_factory.mktemp("best")
+    make_model(root / "model")
+    rows = [{"input": f"{n}+{n}=", "output": "yes yes yes"} for n in range(32)]
+    held_out = [{"input": f"{n}-{n}=", "output": "NO"} for n in range(16)]
+    write_jsonl(root / "rows.jsonl", rows)
+    write_jsonl(root / "held_out.jsonl", held_out)
+    return root
+
+
+def sft(folder: Path, name: str, **settings: object) -> api.Result:
+    return api.sft(
+        pretrain=str(folder / "model"),
+        dataset=str(folder / "rows.jsonl"),
+        output_key="output",
+        train_batch_size=8,
+        learning_rate=5e-3,
+        max_epochs=settings.pop("max_epochs", 10),
+        save_path=str(folder / name),
+        ckpt_path=str(folder / name / "ckpt"),
+        **settings,
+    )
+
+
+def losses(result: api.Result) -> list[float]:
+    return [r["eval/gpt_loss"] for r in result.history if "eval/gpt_loss" in r]
+
+
+def test_a_run_ends_when_its_evaluations_do_not_improve_and_the_best_model_stays(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"eval_dataset": str(folder / "held_out.jsonl"), "eval_steps": 4, "save_steps": 4}
+    result = sft(folder, "early", early_stop=2, **settings)
+    found = losses(result)
+    best = found.index(min(found))
+    assert 0 < best == len(found) - 3 < 7
+    said = capsys.readouterr().out
+    assert (
+        f"early stop: 2 evaluation(s) in a row were not better than gpt_loss {min(found):.3f}"
+        in (said)
+    )
+    [kept] = (folder / "early" / "ckpt").glob("best_*")
+    assert kept.name == f"best_global_step{4 * (best + 1)}_hf"
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(path) for path in (kept, folder / "early")
+    ]
+    assert not torch.equal(*(model.lm_head.weight for model in models))
+    again = sft(folder, "early", early_stop=2, load_checkpoint=True, **settings)
+    assert losses(again) == found  # nothing was left to do
+    patient = sft(folder, "early", early_stop=3, load_checkpoint=True, **settings)
+    assert len(losses(patient)) == len(found) + 1
+
+
+def test_no_best_model_is_kept_unasked_without_checkpoints(folder: Path) -> None:
+    held_out = str(folder / "held_out.jsonl")
+    sft(folder, "plain", max_epochs=1, eval_dataset=held_out)
+    assert not (folder / "plain" / "ckpt").exists()
+    sft(folder, "asked", max_epochs=1, eval_dataset=held_out, save_best="acc")
+    assert [path.name for path in (folder / "asked" / "ckpt").iterdir()] == ["best_global_step4_hf"]
+
+
+def test_a_metric_that_evaluations_lack_is_refused_before_the_model_is_loaded(folder: Path) -> None:
+    held_out = str(folder / "held_out.jsonl")
+    with pytest.raises(ConfigError, match=r"--save_best ppx is no metric .* gpt_loss, acc, or non"):
+        sft(folder, "unknown", eval_dataset=held_out, save_best="ppx")
+    for wish in ({"early_stop": 2}, {"save_best": True}):
+        with pytest.raises(ConfigError, match=r"needs evaluations\. Type --eval_dataset, or leave"):
+            sft(folder, "unknown", **wish)
+
+
+class EndsAt(Callback):
+    """Ends the run at a step, from the last rank alone."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: object, step: int, metrics: Mapping[str, float]) -> None:
+        topology = trainer.strategy.topology if hasattr(trainer, "strategy") else None
+        if step == self.step and (topology is None or topology.rank == topology.world_size - 1):
+            trainer.end()
+
+
+def test_a_callback_ends_a_run_as_after_its_last_step(folder: Path) -> None:
+    held_out = str(folder / "held_out.jsonl")
+    callbacks = [EndsAt(3)]
+    result = sft(folder, "told", eval_dataset=held_out, logging_steps=8, callbacks=callbacks)
+    assert [record["step"] for record in result.history] == [3, 3]  # of training, of evaluation
+    transformers.AutoModelForCausalLM.from_pretrained(result.model_path)
+
+
+def end_on_one_of_two(root: Path) -> list[float]:
+    opened = open_checkpoints(config_of(root), FACTS)
+    trainer = make_trainer({"zero_stage": 3}, root / "run", opened.resume_step, 1)
+    trainer.callbacks = [EndsAt(2)]
+    trainer.fit()
+    return [len(trainer.seen), trainer.global_step, trainer.engine.update_ratio]
+
+
+def test_ranks_end_together_when_one_is_told_to(tmp_path: Path) -> None:
+    for num_seen, step, update_ratio in run_ranks(end_on_one_of_two, 2, tmp_path):
+        assert (num_seen, step) == (2, 2)
+        assert 1e-3 < update_ratio < 1  # measured on what each rank holds
+
+
+def rl(folder: Path, name: str, **settings: object) -> list[dict[str, float]]:
+    def reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+        return [0.0 if columns["output"][k] == "NO" else len(c) for k, c in enumerate(completions)]
+
+    result = api.ppo_local(
+        reward=reward,
+        pretrain=str(folder / "model"),
+        prompt_data=str(folder / "rows.jsonl"),
+        eval_dataset=str(folder / "held_out.jsonl"),
+        label_key="output",
+        advantage_estimator="group_norm",
+        n_samples_per_prompt=2,
+        rollout_batch_size=4,
+        train_batch_size=8,
+        generate_max_len=4,
+        init_kl_coef=0,
+        save_path=str(folder / name),
+        ckpt_path=str(folder / name / "ckpt"),
+        **settings,
+    )
+    return read_metrics(result.run_dir / "metrics.jsonl")
+
+
+def test_an_rl_run_ends_early_too(folder: Path) -> None:
+    records = rl(folder, "rl", early_stop=2, eval_steps=1)
+    # The pass rate is 0 throughout: the first evaluation, before step 1, stays the best.
+    assert [r["step"] for r in records if "eval/eval_default_pass1" in r] == [0, 1, 2]
+    assert max(record["step"] for record in records) == 2
+    assert (folder / "rl" / "ckpt" / "best_global_step0_hf" / "config.json").is_file()
+    told = rl(folder, "rl_told", callbacks=[EndsAt(3)])
+    assert [r["step"] for r in told if "eval/eval_default_pass1" in r] == [0, 3]
+    assert (folder / "rl_told" / "model.safetensors").is_file()
+
+
+def test_evaluations_since_the_best_are_counted_by_the_metrics_own_direction() -> None:
+    records = [
+        {"step": k, "eval/loss": loss, "eval/acc": acc}
+        for k, (loss, acc) in enumerate([(3.0, 0.1), (1.0, 0.3), (2.0, 0.3), (None, 0.2)])
+    ]
+    assert num_since_best(records, "eval/loss") == 1
+    assert num_since_best(records, "eval/acc") == 2  # of two equal ones the first is the best
+    assert num_since_best(records, "eval/other") == -1

@@ -1,0 +1,68 @@
+"""Objects that a program gives where a command takes a path."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pandas
+import pytest
+import transformers
+
+from openrlhf.api import evaluate, sft
+from openrlhf.errors import ConfigError
+from openrlhf.utils.given_objects import as_paths
+
+ROWS = [{"input": "1+1=", "output": "2", "n": 10**20}, {"input": "é", "output": ""}]
+
+
+def test_rows_are_written_as_they_are_and_once(tmp_path: Path) -> None:
+    first, again = (as_paths("dataset", list(ROWS), tmp_path) for _ in range(2))
+    assert first == again
+    assert [path.name for path in tmp_path.iterdir()] == [Path(first).name]
+    assert [json.loads(line) for line in Path(first).read_text().splitlines()] == ROWS
+    assert as_paths("dataset", ROWS[:1], tmp_path) != first
+
+
+@pytest.mark.parametrize("make", [datasets.Dataset.from_list, pandas.DataFrame])
+def test_tables_are_written_as_parquet(tmp_path: Path, make) -> None:
+    rows = [{"input": "a", "output": "b"}]
+    [path, other] = as_paths("data.dataset", [make(rows), "other.jsonl"], tmp_path)
+    assert Path(path).name.startswith("dataset-")
+    assert (pandas.read_parquet(path).to_dict("records"), other) == (rows, "other.jsonl")
+
+
+def test_a_model_and_its_tokenizer_become_a_folder(tmp_path: Path, tiny_model_dir: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    pair = model, transformers.AutoTokenizer.from_pretrained(tiny_model_dir)
+    first, again = (as_paths("pretrain", pair, tmp_path) for _ in range(2))
+    assert first == again
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in Path(first).iterdir()
+    }
+    with pytest.raises(ConfigError, match=r"pretrain cannot be a Qwen2For.*Give \(model, tokeniz"):
+        as_paths("pretrain", model, tmp_path)
+
+
+def test_what_cannot_be_written_is_one_line_with_what_to_give(tmp_path: Path) -> None:
+    for value, said in (
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[1:])), r"its parts \(train\)"),
+        (iter(ROWS), "cannot be a list_iterator. Give a path or hub id, a datasets.Dataset, or a"),
+        ([{"input": {1, 2}}], "Object of type set is not JSON serializable. Give a path instead"),
+    ):
+        with pytest.raises(ConfigError, match=said) as caught:
+            as_paths("dataset", value, tmp_path)
+        assert len(caught.value.problems) == 1
+
+
+def test_settings_name_the_files_of_their_objects(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = sft.config(pretrain=str(tiny_model_dir), dataset=ROWS)
+    folder = f"{Path(config.ckpt.output_dir)}_inputs"
+    assert config.data.dataset.startswith(f"{folder}/dataset-")
+    config = evaluate.config(
+        models=[str(tiny_model_dir)], eval_dataset=ROWS, reward=len, save_path="out"
+    )
+    assert config.models == str(tiny_model_dir)
+    assert config.data.prompt_dataset.startswith("out_inputs/eval_dataset-")
