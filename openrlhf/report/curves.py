@@ -123,6 +123,16 @@ def make_panels(runs: Sequence[Run]) -> list[Panel]:
     return panels + [Panel(n, "", OTHERS, list(_curves(runs, [n]))) for n in singles]
 
 
+def main_panels(panels: Sequence[Panel]) -> list[str]:
+    """Return the titles of the panels that show at a glance whether a run learned: evaluation and
+    reward, where there are none loss and accuracy.
+    """
+    drawn = {p.title for p in panels if any(len(curve.steps) > 1 for curve in p.curves)}
+    is_rewarded = bool(drawn & {"evaluation", "reward"})
+    wanted = ("evaluation", "reward") if is_rewarded else ("loss", "accuracy")
+    return [title for title in wanted if title in drawn]
+
+
 def _places(name: str, patterns: Sequence[str]) -> list[tuple[int, bool]]:
     """Return which patterns a metric fits, and whether it is of an evaluation: what is trained on
     is drawn first.

@@ -3,13 +3,13 @@
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
 
-from openrlhf.report.curves import Panel, step_times
+from openrlhf.report.curves import Panel, main_panels, step_times
 from openrlhf.report.run_folder import Run
 from openrlhf.report.samples import excerpt, step_files
 from openrlhf.utils.logging import STDERR, short_name
@@ -24,8 +24,9 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel], *, is_served: bool) 
     scripts = [_text(name) for name in SCRIPTS]
     data = {
         "is_served": is_served,
-        "runs": [_run_data(run, is_served=is_served) for run in runs],
+        "runs": [_run_data(run, panels, is_served=is_served) for run in runs],
         "panels": [asdict(panel) for panel in panels],
+        "main": main_panels(panels),
         "times": [asdict(times) for run in runs if (times := step_times(run)) is not None],
     }
     return (
@@ -41,7 +42,7 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel], *, is_served: bool) 
                 for hint in (*(("", words) for words in run.outcome()), *run.hints)
             ],
             has_steps=any(run.records for run in runs),
-            settings=table([run.settings for run in runs]),
+            settings=settings(runs),
             data=data,
             scripts=scripts,
             styles=[_text(name) for name in STYLES],
@@ -54,6 +55,31 @@ def table(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
     """Return rows of a title and a value for each column, in the order of first appearance."""
     titles = dict.fromkeys(title for column in columns for title in column)
     return [(title, [column.get(title, "") for column in columns]) for title in titles]
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """A setting, its value in each run, and its default."""
+
+    name: str
+    other_names: str  # the flags that set it
+    values: list[str]
+    default: str
+    is_changed: bool  # from the default, in a run
+    is_same: bool  # in all runs
+
+
+def settings(runs: Sequence[Run]) -> list[SettingRow]:
+    """Return all settings of the runs."""
+    rows = []
+    for name, values in table([run.settings for run in runs]):
+        owner = next(run for run in runs if name in run.settings)
+        flags = [flag for flag, _ in owner.options[name].names] if name in owner.options else []
+        default = owner.default(name)
+        is_changed = default is not None and any(value not in ("", default) for value in values)
+        is_same = len(set(values)) == 1
+        rows.append(SettingRow(name, " ".join(flags), values, default or "", is_changed, is_same))
+    return rows
 
 
 def results(run: Run) -> dict[str, str]:
@@ -78,14 +104,15 @@ def _first_and_last(run: Run, name: str) -> str:
     return " → ".join(text(*point) for point in dict.fromkeys(found[:1] + found[-1:]))
 
 
-def _run_data(run: Run, *, is_served: bool) -> dict[str, object]:
+def _run_data(run: Run, panels: Sequence[Panel], *, is_served: bool) -> dict[str, object]:
     files = step_files(run.path)
     samples = [] if is_served else excerpt(run.path, files)
+    drawn = {s for panel in panels for c in panel.curves if c.run == run.name for s in c.steps}
     return {
         "name": run.name,
         "path": str(run.path),
-        "hints": run.hints,
         "last_step": run.last_step,
+        "seconds": {step: time for step, time in run.seconds().items() if step in drawn},
         "files": [{"name": file.name, "label": file.label} for file in files],
         "num_samples": sum(file.num_samples for file in files),
         "samples": samples,

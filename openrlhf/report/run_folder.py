@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from openrlhf.config.base import CommandConfig, Option, walk
 from openrlhf.config.cli import read_resolved
+from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
 from openrlhf.errors import ConfigError
 from openrlhf.utils.logging import format_seconds, hints, needed_history
 from openrlhf.utils.outcome import got_worse, judged_metrics, reward_alone, taught_nothing
@@ -15,7 +26,12 @@ from openrlhf.utils.tracking import METRICS_FILE, read_ending, read_metrics
 
 Record = Mapping[str, float | None]  # a value that was not finite is None
 CONFIG_FILE = "config.yaml"
-MODEL_SETTINGS = ("actor.model_name_or_path", "model.model_name_or_path")
+COMMANDS: tuple[type[CommandConfig], ...] = (
+    *(SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig),
+    *(PPOConfig, EvaluateConfig),
+)
+UNSET = ("null", "false", "")
+NAMED_BY_TIME = "logger.wandb.run_name"
 
 
 @dataclass(frozen=True)
@@ -65,14 +81,40 @@ class Run:
 
     def facts(self) -> dict[str, str]:
         """Return what is known of the run as a whole, by title."""
-        times = [record["time"] or 0.0 for record in self.records if "time" in record]
         facts = {"folder": str(self.path), "state": self._state()}
-        if times:
-            facts["first to last record"] = format_seconds(max(times) - min(times))
-        for name in MODEL_SETTINGS:
-            if name in self.settings:
-                facts["model"] = self.settings[name]
+        if seconds := self.seconds():
+            facts["time"] = format_seconds(max(seconds.values()))
+        for path in self.command.essentials:
+            if self.settings.get(path, "null") not in UNSET:
+                facts[self.options[path].flag.removeprefix("--")] = self.settings[path]
+        facts.pop("save_path", None)  # is the folder
         return facts
+
+    def seconds(self) -> dict[int, float]:
+        """Return when each step was logged, in seconds since the first of them began."""
+        times: dict[int, float] = {}
+        for record in self.records:
+            if (time := record.get("time")) is not None:
+                times.setdefault(int(record["step"] or 0), time)
+        if not times:
+            return {}
+        start = min(times.values()) - (self.records[0].get("timing/step_total") or 0.0)
+        return {step: round(time - start, 2) for step, time in times.items()}
+
+    @cached_property
+    def command(self) -> type[CommandConfig]:
+        """Return the settings of the command that wrote this run: those it has most names of."""
+        return max(COMMANDS, key=lambda c: len({o.path for o in walk(c)} & self.settings.keys()))
+
+    @cached_property
+    def options(self) -> dict[str, Option]:
+        """Return the declarations of the settings of that command, by dotted name."""
+        return {option.path: option for option in walk(self.command)}
+
+    def default(self, name: str) -> str | None:
+        """Return the default of a setting; None for one that has none."""
+        has_default = name in self.options and name != NAMED_BY_TIME
+        return _as_text(self.options[name].default) if has_default else None
 
     def _state(self) -> str:
         if (ended := read_ending(self.path)) is not None:
@@ -133,4 +175,8 @@ def _records(path: Path) -> list[Record]:
 def _settings(path: Path) -> dict[str, str]:
     file = path / CONFIG_FILE
     settings = read_resolved(file) if file.exists() else {}
-    return {k: v if isinstance(v, str) else json.dumps(v) for k, v in settings.items()}
+    return {name: _as_text(value) for name, value in settings.items()}
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

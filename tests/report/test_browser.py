@@ -47,11 +47,11 @@ def address(runs) -> Iterator[str]:
 def test_each_view_draws_without_a_complaint_or_a_request(browser, url, view):
     browser.open(url, view)
     shown = {
-        "overview": ("#view-overview .plot-container", 1),
+        "overview": ("#extremes .card", 12),
         "curves": ("#view-curves .plot-container", 5),
         "time": ("#view-time .plot-container", 3),
         "samples": ("#table .tabulator-row", 3),
-        "settings": ("#view-settings tr:not(.same)", 2),
+        "settings": ("tr.setting:not([hidden])", 1),
     }
     selector, count = shown[view]
     browser.wait(lambda: len(browser.texts(selector)) >= count)
@@ -78,6 +78,87 @@ def test_runs_without_samples_or_without_a_step_draw_without_a_complaint(browser
         browser.wait(lambda: browser.texts("section:not([hidden])")[0].strip())
         assert browser.complaints() == []
         picture(browser, f"{name}_{view}")
+
+
+def test_the_first_view_shows_curves_samples_and_what_was_run(browser, tmp_path):
+    write_report([make_run(tmp_path / "run")], tmp_path / "report.html")
+    browser.open((tmp_path / "report.html").as_uri())
+    browser.wait(lambda: len(browser.texts("#extremes .card")) == 6)
+    assert len(browser.texts("#view-overview .plot-container")) == 2
+    # Of each of three prompts one sample; the reward is its number and 0.25 for the second sample.
+    assert [text.split("\n")[0] for text in browser.texts("#extremes .card b")] == [
+        *("reward 2.25", "reward 1.25", "reward 0.25"),
+        *("reward 0", "reward 1", "reward 2"),
+    ]
+    facts = dict(row.split("\t") for row in browser.texts("#run tr"))
+    assert (facts["state"], facts["pretrain"]) == ("at step 3, not finished", "tiny")
+    browser.click("#extremes .card", 0)
+    browser.wait(lambda: "2.25" in browser.texts("#sample td"))
+    assert cells(browser, "reward")[-1] == "2.25"
+    assert browser.complaints() == []
+
+
+def traces(browser: Browser, field: str) -> list:
+    """A field of each curve of the panel of rewards, which has two metrics."""
+    places = "[...document.querySelectorAll('#view-curves .panel')]"
+    found = f"{places}.find(e => e.innerText.startsWith('reward')).querySelector('.js-plotly-plot')"
+    return browser.run(f"return {found}.data.map((trace) => trace.{field})")
+
+
+def test_curves_have_a_clock_and_are_smoothed(browser, tmp_path):
+    write_report([make_run(tmp_path / "run")], tmp_path / "report.html")
+    browser.open((tmp_path / "report.html").as_uri(), "curves")
+    browser.wait(lambda: browser.texts("#view-curves .plot-container"))
+    assert traces(browser, "x") == [[1, 2, 3]] * 2
+    choose(browser, "axis", "time")
+    assert traces(browser, "x") == [[1, 2, 3]] * 2  # a second a step, from the evaluation at 0 on
+    title = browser.run("return document.querySelector('#view-curves .xtitle').textContent")
+    assert title == "seconds"
+    choose(browser, "smoothing", "0.5")
+    # 0.25; (0.25 / 4 + 0.5 / 2) / (3 / 4); (0.3125 / 2 + 0.75 / 2) / (7 / 8)
+    raw, smooth = traces(browser, "y")[:2]
+    assert raw == [0.25, 0.5, 0.75]
+    assert smooth == pytest.approx([0.25, 0.3125 / 0.75, 0.53125 / 0.875])
+    picture(browser, "smoothed")
+
+
+def test_settings_are_filtered_by_flag_value_and_what_differs(browser, url):
+    def names() -> list[str]:
+        return browser.texts("tr.setting:not([hidden]) th")
+
+    browser.open(url, "settings")
+    browser.wait(lambda: names() == ["actor.adam.lr"])
+    choose(browser, "which", "changed")
+    assert names() == ["actor.adam.lr", "actor.model_name_or_path"]
+    choose(browser, "which", "all")
+    assert names() == ["actor.adam.lr", "actor.model_name_or_path", "seed"]
+    choose(browser, "text", "--actor_learning_rate")
+    assert names() == ["actor.adam.lr"]
+    choose(browser, "text", "tiny")
+    assert names() == ["actor.model_name_or_path"]
+    assert browser.texts("#num-settings") == ["1 of 3 settings"]
+
+
+def test_a_dark_page_has_dark_charts_and_tables_and_a_narrow_one_does_not_scroll(browser, url):
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    narrow = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    try:
+        for view in VIEWS:
+            browser.open(url, view)
+            browser.wait(lambda: browser.texts("section:not([hidden])")[0].strip())
+            picture(browser, f"dark_narrow_{view}")
+            assert browser.run("return document.documentElement.scrollWidth") <= 420, view
+        browser.open(url, "samples")
+        browser.wait(lambda: cells(browser, "prompt"))
+        style = "return getComputedStyle(document.querySelector('{}')).{}"
+        paper = browser.run(style.format("body", "backgroundColor"))
+        assert paper == "rgb(20, 24, 29)"
+        assert browser.run(style.format("#table .tabulator-row", "backgroundColor")) == paper
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def choose(browser: Browser, name: str, value: str) -> None:
@@ -147,7 +228,7 @@ def test_tokens_are_coloured_by_what_is_chosen(browser, url):
     )  # a tenth of the least reach
     for name in ("ratio", "mismatch"):
         assert colours(browser, name) == ["", "", red.format(0.075), "", red.format(0.075)]
-    assert browser.texts("#scale span") == ["-0.01", "0.01 (white: 0)"]
+    assert browser.texts("#scale span") == ["-0.01", "0.01 (no colour: 0)"]
 
 
 def test_a_file_without_tokens_says_so(browser, url):

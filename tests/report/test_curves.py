@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from openrlhf.report.curves import make_panels, step_times, thinned
+from openrlhf.report.curves import main_panels, make_panels, step_times, thinned
 from openrlhf.report.run_folder import Run, read_runs
 from tests.report.run_folders import make_run, write_metrics
 
@@ -26,6 +26,28 @@ def test_evaluations_have_standard_errors(tmp_path):
     [panel] = [p for p in make_panels(read_runs([make_run(tmp_path)])) if p.title == "evaluation"]
     [curve] = panel.curves
     assert (curve.steps, curve.values, curve.errors) == ([0, 3], [0.25, 0.5], [0.125, 0.125])
+
+
+def test_the_first_view_draws_what_tells_whether_the_run_learned(tmp_path):
+    assert main_panels(make_panels(read_runs([make_run(tmp_path / "rl")]))) == [
+        "evaluation",
+        "reward",
+    ]
+    records = [{"step": step, "gpt_loss": 2.0, "acc": 0.5, "lr": 1e-6} for step in (1, 2)]
+    assert main_panels(make_panels([run_of(tmp_path / "sft", records)])) == ["loss", "accuracy"]
+    assert main_panels(make_panels([run_of(tmp_path / "once", records[:1])])) == []
+
+
+def test_the_clock_starts_when_the_first_step_began_and_an_evaluation_does_not_move_its_step(
+    tmp_path,
+):
+    records = [
+        {"step": 1, "time": 1090.0, "timing/step_total": 90.0, "reward": 0.5},
+        {"step": 2, "time": 1120.0, "timing/step_total": 30.0, "reward": 0.5},
+        {"step": 2, "time": 1300.0, "eval/eval_sums_pass1": 0.5},
+        {"step": 3, "time": 1330.0, "timing/step_total": 30.0, "reward": 0.5},
+    ]
+    assert run_of(tmp_path, records).seconds() == {1: 90.0, 2: 120.0, 3: 330.0}
 
 
 def test_runs_lie_over_each_other(tmp_path):

@@ -14,10 +14,13 @@ from fastapi.testclient import TestClient
 from matplotlib.figure import Figure
 
 from openrlhf.cli.main import main
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.cli import parse_config, save_resolved
+from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.config.supervised import KTOConfig, SFTConfig
 from openrlhf.distributed.folders import set_earlier_run_aside
 from openrlhf.errors import ConfigError
 from openrlhf.report.curves import Curve, Panel
+from openrlhf.report.page import settings
 from openrlhf.report.picture import _draw
 from openrlhf.report.report import reporting, write_report
 from openrlhf.report.run_folder import read_runs
@@ -127,11 +130,38 @@ def test_several_runs_show_which_settings_differ(tmp_path, capsys):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", learning_rate=2e-5)]
     report(*runs, "--output", tmp_path / "both.html")
     page = (tmp_path / "both.html").read_text()
-    row = r"<tr( class=\"same\")?><th>{}</th><td>(.*?)</td><td>(.*?)</td></tr>"
-    assert re.search(row.format("actor.adam.lr"), page).groups() == (None, "1e-05", "2e-05")
-    assert re.search(row.format("seed"), page)[1] == ' class="same"'
+    assert "<th>actor.adam.lr</th><td>1e-05</td><td>2e-05</td>" in page
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "both.html", "both.png"}
     assert capsys.readouterr().out.endswith(f"curves: {tmp_path}/both.png\n")
+
+
+def test_settings_know_their_default_their_flags_and_whether_runs_differ(tmp_path):
+    paths = [make_run(tmp_path / "a"), make_run(tmp_path / "b", learning_rate=1e-6)]
+    rows = {row.name: row for row in settings(read_runs(paths))}
+    rate = rows["actor.adam.lr"]
+    assert (rate.values, rate.default) == (["1e-05", "1e-06"], "1e-06")
+    assert (rate.is_changed, rate.is_same) == (True, False)
+    assert "actor_learning_rate" in rate.other_names.split()
+    unknown = rows["seed"]  # of no command
+    assert (unknown.default, unknown.is_changed, unknown.is_same) == ("", False, True)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "words"),
+    [
+        (SFTConfig, ["--pretrain", "m", "--dataset", "d"]),
+        (KTOConfig, ["--pretrain", "m", "--dataset", "d"]),
+        (EvaluateConfig, ["--models", "m", "--prompt_data", "d", "--remote_rm_url", __file__]),
+    ],
+)
+def test_only_what_was_typed_differs_from_the_default(config_class, words, tmp_path):
+    config = parse_config(config_class, [*words, "--save_path", str(tmp_path)]).config
+    save_resolved(config, tmp_path / "config.yaml")
+    [run] = read_runs([tmp_path])
+    assert run.command is config_class
+    num_typed = len(words) // 2 + 1
+    assert len([row for row in settings([run]) if row.is_changed]) == num_typed
+    assert "d" in run.facts().values()
 
 
 @pytest.mark.parametrize(

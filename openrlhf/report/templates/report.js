@@ -17,47 +17,91 @@ function element(tag, text, parent, className) {
   return made;
 }
 
-// ---- charts
+// ---- charts: each is made anew when its view is shown, or the axis, the smoothing or the theme changes
 
 const LAST_STEP = Math.max(...data.runs.map((run) => run.last_step));
-const LAYOUT = {
-  height: 260, margin: { l: 50, r: 15, t: 10, b: 35 }, font: { size: 11 }, hovermode: "x unified",
-  legend: { orientation: "h", y: -0.22, yanchor: "top" },
-  xaxis: { title: { text: "step", standoff: 4 }, dtick: LAST_STEP < 10 ? 1 : undefined }, // no half steps
-  yaxis: { exponentformat: "e" },
-};
+const axes = find("#axes");
+const NOISY_FROM = 50; // steps
+axes.smoothing.value = LAST_STEP < NOISY_FROM ? 0 : 0.6;
+const LONGEST = Math.max(0, ...data.runs.flatMap((run) => Object.values(run.seconds)));
+const [UNIT, NUM_SECONDS] = LONGEST > 10800 ? ["hours", 3600] : LONGEST > 180 ? ["minutes", 60] : ["seconds", 1];
+const charts = []; // { place, make }
 
-function plot(place, traces, layout = {}) {
-  Plotly.newPlot(place, traces, { ...LAYOUT, ...layout }, { displayModeBar: false, responsive: true });
+function layoutOf(own) {
+  const style = getComputedStyle(document.documentElement);
+  const [ink, line] = ["--ink", "--line"].map((name) => style.getPropertyValue(name));
+  const isTime = axes.axis.value === "time";
+  const axis = { gridcolor: line, linecolor: line, zerolinecolor: line };
+  const steps = { title: { text: "step", standoff: 4 }, dtick: LAST_STEP < 10 ? 1 : undefined }; // no half steps
+  return {
+    height: 260, margin: { l: 50, r: 15, t: 10, b: 35 }, font: { size: 11, color: ink }, hovermode: "x unified",
+    paper_bgcolor: "transparent", plot_bgcolor: "transparent", legend: { orientation: "h", y: -0.22, yanchor: "top" },
+    hoverlabel: { bgcolor: style.getPropertyValue("--raised"), font: { color: ink } }, ...own,
+    xaxis: { ...axis, ...(isTime && !own.isSteps ? { title: { text: UNIT, standoff: 4 } } : steps) },
+    yaxis: { ...axis, exponentformat: "e", ...own.yaxis },
+  };
+}
+
+function drawChart({ place, make }) {
+  const [traces, layout] = make();
+  Plotly.react(place, traces, layoutOf(layout), { displayModeBar: false, responsive: true });
+}
+
+function drawCharts() {
+  axes.querySelector("output").textContent = Number(axes.smoothing.value).toFixed(2);
+  for (const chart of charts) if (chart.place.offsetParent) drawChart(chart);
+}
+
+function addChart(parent, make) {
+  charts.push({ place: element("div", null, parent), make });
+}
+
+// An exponential mean: its first values are means of the few that there are.
+function smoothed(values, weight) {
+  let [sum, mass] = [0, 0];
+  return values.map((value) => {
+    if (value == null) return null;
+    [sum, mass] = [weight * sum + (1 - weight) * value, weight * mass + 1 - weight];
+    return sum / mass;
+  });
+}
+
+function tracesOf(panel) {
+  const metrics = [...new Set(panel.curves.map((curve) => curve.metric))];
+  const weight = Number(axes.smoothing.value);
+  return panel.curves.flatMap((curve) => {
+    const index = data.runs.findIndex((run) => run.name === curve.run);
+    const names = [...(data.runs.length > 1 ? [curve.run] : []), ...(metrics.length > 1 ? [curve.metric] : [])];
+    // Several runs: a colour for each, a dash for each metric. One run: a colour for each metric.
+    const [hue, dash] = data.runs.length > 1 ? [index, metrics.indexOf(curve.metric)] : [metrics.indexOf(curve.metric), 0];
+    const { seconds } = data.runs[index];
+    const trace = {
+      x: axes.axis.value === "time" ? curve.steps.map((step) => seconds[step] / NUM_SECONDS) : curve.steps,
+      y: curve.values, name: escaped(names.join(" ") || curve.metric), legendgroup: `${curve.run} ${curve.metric}`,
+      mode: curve.is_evaluation || curve.steps.length < 3 ? "lines+markers" : "lines",
+      line: { color: COLOURS[hue % COLOURS.length], width: 1.6, dash: ["solid", "dot", "dash", "dashdot"][dash % 4] },
+      error_y: curve.errors ? { array: curve.errors, visible: true, thickness: 1 } : undefined,
+    };
+    if (!weight || trace.mode !== "lines") return [trace];
+    return [{ ...trace, opacity: 0.3, showlegend: false, hoverinfo: "skip" }, { ...trace, y: smoothed(curve.values, weight) }];
+  });
 }
 
 function drawPanel(panel, parent) {
   const box = element("div", null, parent, "panel");
   element("h2", panel.title, box);
   element("p", panel.meaning, box);
-  const runs = [...new Set(panel.curves.map((curve) => curve.run))];
-  const metrics = [...new Set(panel.curves.map((curve) => curve.metric))];
-  const traces = panel.curves.map((curve) => {
-    const names = [...(data.runs.length > 1 ? [curve.run] : []), ...(metrics.length > 1 ? [curve.metric] : [])];
-    // Several runs: a colour for each, a dash for each metric. One run: a colour for each metric.
-    const [hue, dash] = data.runs.length > 1
-      ? [data.runs.findIndex((run) => run.name === curve.run), metrics.indexOf(curve.metric)]
-      : [metrics.indexOf(curve.metric), 0];
-    return {
-      x: curve.steps, y: curve.values, name: escaped(names.join(" ") || curve.metric),
-      mode: curve.is_evaluation || curve.steps.length < 3 ? "lines+markers" : "lines",
-      line: { color: COLOURS[hue % COLOURS.length], width: 1.6, dash: ["solid", "dot", "dash", "dashdot"][dash % 4] },
-      error_y: curve.errors ? { array: curve.errors, visible: true, thickness: 1 } : undefined,
-    };
-  });
-  plot(element("div", null, box), traces, { showlegend: runs.length > 1 || metrics.length > 1 });
+  const names = new Set(panel.curves.map((curve) => `${curve.run} ${curve.metric}`));
+  addChart(box, () => [tracesOf(panel), { showlegend: names.size > 1 }]);
 }
 
 function drawPanels(section) {
   const parent = find(`.panels[data-section="${section}"]`);
-  for (const panel of data.panels) if (panel.section === section) drawPanel(panel, parent);
+  const panels = section === "main"
+    ? data.main.map((title) => data.panels.find((panel) => panel.title === title))
+    : data.panels.filter((panel) => panel.section === section);
+  for (const panel of panels) drawPanel(panel, parent);
   if (section === "curves" && !data.panels.length) element("p", "No step was logged.", parent);
-  if (section === "others") parent.parentElement.hidden = !parent.children.length;
 }
 
 function drawTimes() {
@@ -68,26 +112,11 @@ function drawTimes() {
     const bars = phases.map(([name, seconds], index) => (
       { type: "bar", x: times.steps, y: seconds, name: escaped(name.replaceAll("_", " ")), marker: { color: COLOURS[index % COLOURS.length] } }
     ));
-    const total = { x: times.steps, y: times.total, name: "step", mode: "lines", line: { color: "#1d2733", width: 1.5 } };
+    const total = { x: times.steps, y: times.total, name: "step", mode: "lines", line: { color: "#8b98a5", width: 1.5 } };
     const yaxis = { title: { text: "seconds" }, rangemode: "tozero" };
-    plot(element("div", null, parent), [...bars, total], { barmode: "stack", bargap: 0.1, height: 320, yaxis });
+    addChart(parent, () => [[...bars, total], { barmode: "stack", bargap: 0.1, height: 320, yaxis, isSteps: true }]);
   }
   if (!data.times.length) element("p", "No times were logged.", parent);
-}
-
-function drawHints() {
-  if (!data.runs.some((run) => run.hints.length)) return;
-  const traces = data.runs.map((run, index) => ({
-    x: run.hints.map(([step]) => step), y: run.hints.map(() => escaped(run.name)), mode: "markers", name: escaped(run.name),
-    text: run.hints.map(([, text]) => escaped(text.length > 90 ? text.slice(0, 90) + "…" : text)), hoverinfo: "x+text",
-    marker: { symbol: "diamond", size: 10, color: COLOURS[index % COLOURS.length] },
-  }));
-  const steps = [-0.5, LAST_STEP + 0.5];
-  const layout = {
-    height: 90 + 25 * data.runs.length, showlegend: false, hovermode: "closest", yaxis: { automargin: true },
-    xaxis: { ...LAYOUT.xaxis, range: steps },
-  };
-  plot(find("#hints-chart"), traces, layout);
 }
 
 // ---- samples: a server answers, or the excerpt in the page does, in the same words
@@ -197,7 +226,9 @@ async function ask(_url, _config, params) {
   };
   const found = await source[view](query);
   if (mine !== newest.page) return new Promise(() => {}); // the table has asked again
-  return { data: found.rows, last_page: Math.max(1, Math.ceil(found.total / params.size)), last_row: found.total };
+  const short = shortener(found.rows.map((row) => row.prompt || ""));
+  const rows = found.rows.map((row) => ({ ...row, prompt: group ? group.prompt : short(row.prompt || "") }));
+  return { data: rows, last_page: Math.max(1, Math.ceil(found.total / params.size)), last_row: found.total };
 }
 
 function showTable() {
@@ -234,15 +265,89 @@ function leftOut(run) {
     : `All ${run.num_samples} samples.`;
 }
 
+function filesOf(run) {
+  const { files, samples } = data.runs[run];
+  const inPage = new Set(samples.map((sample) => sample.file));
+  return files.filter((file) => data.is_served || inPage.has(file.name));
+}
+
 function fillFiles() {
-  const run = data.runs[form.run.value];
+  const files = filesOf(form.run.value);
   form.file.replaceChildren();
   element("option", "all", form.file).value = "";
-  const inPage = new Set(run.samples.map((sample) => sample.file));
-  const files = run.files.filter((file) => data.is_served || inPage.has(file.name));
   for (const file of files) element("option", file.label, form.file).value = file.name;
   const last = files.findLast((file) => !file.name.startsWith("eval_")) || files.at(-1);
   form.file.value = last ? last.name : "";
+}
+
+// ---- the best and the worst samples of the latest evaluation, or else of the last step
+
+const NUM_READ = 50; // of each end, to find some of different prompts
+const NUM_CARDS = 3;
+
+async function showExtremes() {
+  for (const [run, { name, path }] of data.runs.entries()) {
+    const file = filesOf(run).at(-1);
+    if (!file) continue;
+    const ask = (is_descending) => source.samples({ run, file: file.name, sort: "reward", is_descending, page: 1, size: NUM_READ });
+    const [best, worst] = (await Promise.all([ask(true), ask(false)])).map((found) => found.rows.filter((row) => row.reward != null));
+    if (!best.length) continue;
+    const parent = find("#extremes");
+    const where = `${file.label.replace(/ \(.*/, "")}${data.runs.length > 1 ? ` of ${name}` : ""}`;
+    const areEqual = best[0].reward === worst[0].reward;
+    element("h2", areEqual ? `Samples of ${where}: all have the same reward` : `Best and worst samples of ${where}`, parent);
+    const columns = element("div", null, parent, "cards");
+    const [chosenBest, chosenWorst] = [best, worst].map(ofDifferentPrompts);
+    const short = shortener([...chosenBest, ...chosenWorst].map((row) => row.prompt || ""));
+    for (const [title, rows] of areEqual ? [["", chosenBest]] : [["best", chosenBest], ["worst", chosenWorst]]) {
+      const column = element("div", null, columns);
+      if (title) element("h3", title, column);
+      for (const row of rows) addCard(row, run, short, column);
+    }
+  }
+}
+
+function ofDifferentPrompts(rows) {
+  const byGroup = new Map(rows.toReversed().map((row) => [row.group_id, row]));
+  const firsts = rows.filter((row) => byGroup.get(row.group_id) === row);
+  return firsts.slice(0, NUM_CARDS);
+}
+
+// Without the lines and tags that all prompts begin and end with, such as a system's turn.
+function shortener(prompts) {
+  if (new Set(prompts).size < 2) return (prompt) => prompt.trim();
+  const [least, most] = [prompts.reduce((a, b) => (a < b ? a : b)), prompts.reduce((a, b) => (a > b ? a : b))];
+  let head = 0;
+  while (least[head] === most[head]) head += 1;
+  head = least.slice(0, head).search(/[^\n>]*$/);
+  let tail = 0;
+  while (prompts.every((prompt) => tail < prompt.length - head && prompt.at(-1 - tail) === least.at(-1 - tail))) tail += 1;
+  const end = least.slice(least.length - tail).search(/[<\n]/);
+  const cut = end < 0 ? 0 : tail - end;
+  return (prompt) => `${head ? "…" : ""}${prompt.slice(head, prompt.length - cut).trim()}`;
+}
+
+function addCard(row, run, short, parent) {
+  const card = element("button", null, parent, "card");
+  const facts = [row.label != null ? `label ${row.label}` : "", row.num_actions != null ? `${row.num_actions} tokens` : "", row.finish_reason || ""];
+  element("b", `reward ${number(row.reward)}`, card);
+  element("span", facts.filter(Boolean).join(" · "), card);
+  element("p", short(row.prompt || ""), card, "prompt");
+  element("p", row.response || "(empty)", card, "response");
+  card.addEventListener("click", () => openSample(run, row));
+}
+
+function openSample(run, row) {
+  addEventListener("hashchange", () => {
+    form.run.value = run;
+    fillFiles();
+    form.file.value = row.file;
+    form.view.value = "samples";
+    group = null;
+    showTable();
+    showSample(row);
+  }, { once: true });
+  location.hash = "samples";
 }
 
 // ---- one sample and its tokens
@@ -299,7 +404,7 @@ const prefixed = (prefix, values) => Object.fromEntries(Object.entries(values ||
 const DIVERGING = {
   advantages: [0, (v) => v, 0], ratio: [1, (v) => Math.log(v), Math.log(1.01)], mismatch: [0, (v) => v, 0.01],
 };
-const PALETTE = ["#fff3b0", "#c7e9c0", "#c6dbef", "#fdd0a2", "#dadaeb", "#f7c6d9"];
+const PALETTE = ["250, 204, 21", "34, 160, 70", "31, 111, 235", "240, 120, 20", "130, 80, 223", "220, 60, 130"].map((c) => `rgba(${c}, 0.3)`);
 const shade = (part) => (part < 0 ? `rgba(31, 111, 235, ${-part * 0.75})` : `rgba(218, 54, 51, ${part * 0.75})`);
 
 function colourTokens() {
@@ -324,8 +429,8 @@ function diverging(name, known, scale) {
   const reach = Math.max(least, ...known.map((value) => Math.abs(on(value)))) || 1;
   const ends = name === "ratio" ? [Math.exp(-reach), Math.exp(reach)] : [-reach, reach];
   element("span", number(ends[0]), scale);
-  element("i", null, scale).style.background = `linear-gradient(to right, ${shade(-1)}, #fff, ${shade(1)})`;
-  element("span", `${number(ends[1])} (white: ${middle})`, scale);
+  element("i", null, scale).style.background = `linear-gradient(to right, ${shade(-1)}, transparent, ${shade(1)})`;
+  element("span", `${number(ends[1])} (no colour: ${middle})`, scale);
   return (value) => shade(on(value) / reach);
 }
 
@@ -355,13 +460,24 @@ function describe(event) {
 // ---- the views; each is drawn when it is first seen
 
 const DRAW = {
-  overview: drawHints,
-  curves: () => { drawPanels("curves"); find("#view-curves details").addEventListener("toggle", () => drawPanels("others"), { once: true }); },
+  overview: () => { drawPanels("main"); showExtremes(); },
+  curves: () => { drawPanels("curves"); drawPanels("others"); },
   time: () => { drawTimes(); drawPanels("time"); },
   samples: () => { fillFiles(); showTable(); },
-  settings: () => {},
+  settings: filterSettings,
 };
 const drawn = new Set();
+
+function filterSettings() {
+  const { text, which } = find("#filter");
+  const rows = [...document.querySelectorAll("tr.setting")];
+  for (const row of rows) {
+    const words = `${row.dataset.names} ${row.textContent}`.toLowerCase();
+    const isFound = text.value.toLowerCase().replaceAll("--", "").split(/\s+/).every((word) => words.includes(word));
+    row.hidden = !isFound || (which.value !== "all" && !row.classList.contains(which.value));
+  }
+  find("#num-settings").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} settings`;
+}
 
 function showView() {
   const name = location.hash.slice(1) in DRAW ? location.hash.slice(1) : "overview";
@@ -369,13 +485,14 @@ function showView() {
   for (const link of document.querySelectorAll("nav a")) link.classList.toggle("current", link.hash === `#${name}`);
   if (!drawn.has(name)) DRAW[name]();
   drawn.add(name);
+  axes.hidden = !(name === "overview" ? data.main.length : name === "curves" && data.panels.length);
+  drawCharts();
   scrollTo(0, 0);
 }
 
 data.runs.forEach((run, index) => { element("option", run.name, form.run).value = index; });
 form.run.parentElement.hidden = data.runs.length < 2;
 find("#view-curves details").hidden = !data.panels.some((panel) => panel.section === "others");
-form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("change", (event) => {
   if (event.target.name === "search") return;
   group = null;
@@ -389,7 +506,10 @@ form.search.addEventListener("input", () => {
 find("#all-prompts").addEventListener("click", () => { group = null; showTable(); });
 find("#colours").addEventListener("change", colourTokens);
 find("#tokens").addEventListener("mouseover", describe);
-const same = find("#same");
-if (same) same.addEventListener("change", () => find("#view-settings table").classList.toggle("all", same.checked));
+find("#filter").addEventListener("input", filterSettings);
+axes.addEventListener("input", drawCharts);
+find("#view-curves details").addEventListener("toggle", drawCharts);
+for (const own of [form, axes, find("#filter")]) own.addEventListener("submit", (event) => event.preventDefault());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
 addEventListener("hashchange", showView);
 showView();
