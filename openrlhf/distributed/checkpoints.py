@@ -15,7 +15,8 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -427,6 +428,18 @@ def export_final(export: Callable[[Path], None], path: Path) -> None:
     except CheckpointError as error:
         raise CheckpointError(f"{problem} Nor elsewhere: {error}") from None
     raise CheckpointError(f"{problem} It was written to {elsewhere} instead: move it from there.")
+
+
+@contextmanager
+def exporting_anyway(export: Callable[[], None], path: Path) -> Iterator[None]:
+    """Call `export`, which writes the model at `path`, where the block ends because checkpoints
+    cannot be written; all ranks enter it.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        export()
+        raise CheckpointError(f"{error} The model was written to {path}.") from None
 
 
 def random_state() -> dict[str, Any]:
