@@ -36,3 +36,22 @@ def standard_error(values_P: Tensor) -> float | None:
     if len(values_P) < 2:
         return None
     return values_P.double().std().item() / math.sqrt(len(values_P))
+
+
+def normal_interval(mean: float, error: float) -> tuple[float, float]:
+    """Return the 95 % interval of a mean with this standard error."""
+    return mean - NORMAL_95 * error, mean + NORMAL_95 * error
+
+
+def wilson_interval(rate: float, error: float, num_prompts: int) -> tuple[float, float]:
+    """Return the 95 % interval of a rate, which lies within 0 and 1 (Wilson 1927).
+
+    The clustered standard error gives the number of independent trials: as many would have that
+    error. Rates of prompts that are all equal have none, and each prompt counts as one trial.
+    """
+    variance = error**2 * (num_prompts - 1) / num_prompts
+    n = rate * (1 - rate) / variance if variance > 0 else num_prompts
+    share = NORMAL_95**2 / n
+    center = (rate + share / 2) / (1 + share)
+    reach = math.sqrt(share * (rate * (1 - rate) + share / 4)) / (1 + share)
+    return max(center - reach, 0.0), min(center + reach, 1.0)  # rounding may leave a bit over

@@ -47,7 +47,7 @@ class Command(Generic[ConfigT]):
         if "--version" in words:
             print(version_text())
             return
-        from openrlhf.utils import stopping  # noqa: PLC0415 - rich would slow --help
+        from openrlhf.utils import stopping, threads  # noqa: PLC0415 - rich would slow --help
 
         is_debug = "--debug" in words
         try:
@@ -69,7 +69,8 @@ class Command(Generic[ConfigT]):
                 if isinstance(error, stopping.Interrupted):  # a codec adds words to any other
                     how = str(error)
                 print(f"error: interrupted: {how}".removesuffix(": "), file=sys.stderr)
-            if stopping.is_overdue():  # a thread may still compute: Python's own end would crash
+            if stopping.is_overdue() or threads.is_any_busy():
+                sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(130)
             raise SystemExit(130) from error

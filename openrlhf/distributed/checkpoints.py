@@ -15,7 +15,8 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -475,6 +476,18 @@ def _checkpoints_of(folder: Path) -> tuple[CheckpointStore, bool]:
     names = ("save_steps", "load_enable", "best_metric_key")
     found = {name: settings[f"ckpt.{name}"] for name in names if f"ckpt.{name}" in settings}
     return store, CheckpointConfig.model_validate(found).uses_root
+
+
+@contextmanager
+def exporting_anyway(export: Callable[[], None], path: Path) -> Iterator[None]:
+    """Call `export`, which writes the model at `path`, where the block ends because checkpoints
+    cannot be written; all ranks enter it.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        export()
+        raise CheckpointError(f"{error} The model was written to {path}.") from None
 
 
 def random_state() -> dict[str, Any]:

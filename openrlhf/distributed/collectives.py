@@ -117,7 +117,9 @@ def shut_down() -> None:
     if dist.is_initialized():
         if dist.get_world_size() > 1:
             dist.barrier()
-        import_deepspeed().comm.destroy_process_group()
+        comm = import_deepspeed().comm
+        # A world that vLLM opened, in an engine of this process, is unknown to DeepSpeed.
+        (comm if comm.is_initialized() else dist).destroy_process_group()
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:

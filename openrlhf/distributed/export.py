@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from openrlhf.distributed import collectives
-from openrlhf.distributed.folders import flush, flush_one
+from openrlhf.distributed.folders import GB, flush, flush_one, free_bytes
 from openrlhf.distributed.weights import exported_parameters
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
@@ -31,7 +31,6 @@ from openrlhf.utils.progress import progress, tracked
 NamedTensors = Iterable[tuple[str, Tensor]]
 MAX_SHARD_SIZE = "5GB"
 STAGED = ".export"  # in the folder of a model, while it is written
-GB = 1e9
 MARKERS = ("config.json", "adapter_config.json")  # what makes a folder a model
 ABSOLUTE_PATH = re.compile(r"(?<![^\s=,'\"])/(?:[^\s,'\"/]+/+)*([^\s,'\"/]+)/*")
 NEW_PAD = "<|pad|>"
@@ -88,12 +87,6 @@ def check_room(hf_model: nn.Module, path: Path, *, num_copies: int = 1) -> None:
             f"--save_path {path} has {free / GB:.2f} GB free, and the model takes "
             f"{num_bytes / GB:.2f} GB. Make room, or type the path of a folder on another disk."
         )
-
-
-def free_bytes(path: Path) -> int:
-    """Return the free bytes of the disk that `path`, which need not exist, is or would be on."""
-    place = next(part for part in (path, *path.absolute().parents) if part.exists())
-    return shutil.disk_usage(place).free
 
 
 def write_folder(

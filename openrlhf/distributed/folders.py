@@ -13,11 +13,14 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.errors import CheckpointError, ConfigError
@@ -28,6 +31,7 @@ MANIFEST = "manifest.json"
 TEMPORARY = "tmp-"
 MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side by side
 HOLDER = "running.json"
+GB = 1e9
 
 RECORDS = ("config.yaml", METRICS_FILE, "rollouts", "dumps")
 RECORDS += ("report.html", "curves.png", ENDED_FILE)
@@ -80,6 +84,30 @@ def write_json(path: Path, content: object) -> None:
     """Write a JSON file that survives a power cut once its folder is flushed."""
     path.write_text(json.dumps(content))
     flush_one(path)
+
+
+def save_tensors(content: Mapping[str, Any], path: Path) -> None:
+    """Write tensors as a file; raise CheckpointError that says how much room they take, where torch
+    speaks of an unexpected position.
+    """
+    try:
+        with path.open("wb") as file:
+            torch.save(content, file)
+    except (OSError, RuntimeError) as error:
+        path.unlink(missing_ok=True)
+        reason = error if isinstance(error, OSError) else error.__context__ or error
+        tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
+        raise CheckpointError(
+            f"{getattr(reason, 'strerror', None) or reason}: {path.name} takes "
+            f"{sum(tensor.nbytes for tensor in tensors) / GB:.2f} GB, {free_bytes(path) / GB:.2f} "
+            f"GB are free in {path.parent}."
+        ) from None
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that `path`, which need not exist, is or would be on."""
+    place = next(part for part in (path, *path.absolute().parents) if part.exists())
+    return shutil.disk_usage(place).free
 
 
 def flush(path: Path) -> None:

@@ -260,7 +260,7 @@ class TrainEngine:
             tp_rank, dp_rank = _place(self.engine)
             if dp_rank == 0 or self.zero_stage > 0:  # ZeRO 0: every rank holds all
                 content = _content(self.engine, has_optimizer=has_optimizer)
-                torch.save(content, folder / f"tp{tp_rank}-dp{dp_rank}.pt")
+                folders.save_tensors(content, folder / f"tp{tp_rank}-dp{dp_rank}.pt")
             if collectives.is_main():
                 folders.write_json(folder / ENGINE, facts)
 

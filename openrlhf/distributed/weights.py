@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from openrlhf.distributed.collectives import import_deepspeed, is_main
+from openrlhf.distributed.folders import save_tensors
 from openrlhf.distributed.tensor_parallel import whole_layers
 from openrlhf.utils.packing import base_model_of
 
@@ -159,7 +160,7 @@ class WeightAverage:
     def save(self, path: Path) -> None:
         """Write the average to a file; the main rank does."""
         if is_main():
-            torch.save(self.held, path)
+            save_tensors(self.held, path)
 
     def load(self, path: Path) -> None:
         """Load the average that `save` wrote."""

@@ -26,7 +26,8 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, RMConfig, SupervisedConfig
 from openrlhf.distributed import folders
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
-from openrlhf.distributed.export import check_room, free_bytes
+from openrlhf.distributed.export import check_room
+from openrlhf.distributed.folders import free_bytes
 from openrlhf.distributed.strategy import DeepSpeedStrategy, effective_stage, training_config
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.vllm_cpu import cache_bytes

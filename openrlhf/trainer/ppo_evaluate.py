@@ -91,7 +91,9 @@ def run_evaluation(
             for source, estimates in result.estimates.items()
         )
     )
-    notice("in brackets: 95 % intervals of means over prompts (normal, errors clustered by prompt)")
+    notice(
+        "in brackets: 95 % intervals of means over prompts (Wilson's for rates, errors by prompt)"
+    )
     notice(f"samples and metrics: {output}")
     report_or_warn([result.run_dir for result in results], output / REPORT_FILE)
     return results
@@ -140,7 +142,7 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
     Tracker(inputs.run_dir).log(0, metrics)
     prompts = dict.fromkeys((rollout.datasource, rollout.row_id) for rollout in rollouts)
     counts = Counter(source for source, _ in prompts)
-    estimates = {source: estimates_of(metrics, source, config.ks) for source in counts}
+    estimates = {source: estimates_of(metrics, rollouts, source, config.ks) for source in counts}
     return Evaluation(name, inputs.run_dir, file, metrics, counts, estimates)
 
 

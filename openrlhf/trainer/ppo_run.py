@@ -13,7 +13,7 @@ from torch import Tensor
 
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
+from openrlhf.distributed.checkpoints import RunCheckpoints, export_final, exporting_anyway
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
 from openrlhf.distributed.hub import open_repository, push
@@ -169,13 +169,14 @@ def _run(
     state.resume()
     # What is refused leaves the folder as it was.
     save_resolved(config, inputs.run_dir / "config.yaml")
-    with stopping.patiently(config.ckpt.grace_s), naming_lost_ranks():
+    export = partial(_export, config, groups)
+    with (
+        exporting_anyway(export, inputs.run_dir),
+        stopping.patiently(config.ckpt.grace_s),
+        naming_lost_ranks(),
+    ):
         trainer.fit()
-    folders = {"actor": config.ckpt.output_dir}
-    if "critic" in groups and config.critic.save_value_network:
-        folders["critic"] = f"{config.ckpt.output_dir}_critic"
-    for role, folder in folders.items():
-        export_final(partial(groups[role].call, TrainedWorker.export), Path(folder))
+    export()
     opened.note_finished(inputs.run_dir, state.global_step)
     say_saved(inputs.run_dir)
     if config.ckpt.push_to_hub:
@@ -183,6 +184,14 @@ def _run(
     for callback in trainer.callbacks:
         callback.on_save(trainer, state.global_step, inputs.run_dir)
     return trainer
+
+
+def _export(config: PPOConfig, groups: Groups) -> None:
+    folders = {"actor": config.ckpt.output_dir}
+    if "critic" in groups and config.critic.save_value_network:
+        folders["critic"] = f"{config.ckpt.output_dir}_critic"
+    for role, folder in folders.items():
+        export_final(partial(groups[role].call, TrainedWorker.export), Path(folder))
 
 
 def worker_classes(config: PPOConfig) -> dict[str, type]:

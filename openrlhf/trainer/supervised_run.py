@@ -22,6 +22,7 @@ from openrlhf.distributed.checkpoints import (
     DataFacts,
     RunCheckpoints,
     export_final,
+    exporting_anyway,
     open_checkpoints,
     random_state,
     set_random_state,
@@ -122,8 +123,10 @@ def _train(
     if strategy.is_main:  # what is refused leaves the folder as it was
         save_resolved(config, run_dir / "config.yaml")
         say_start(trainer)
+    export = partial(export_final, trainer.export, run_dir)
     try:
         with (
+            exporting_anyway(export, run_dir),
             stopping.patiently(config.ckpt.grace_s),
             naming_lost_ranks(),
             watching_ranks(config.train.rank_timeout_s),
@@ -132,7 +135,7 @@ def _train(
     except stopping.Interrupted:
         shut_down()
         raise
-    export_final(trainer.export, run_dir)
+    export()
     if strategy.is_main:
         opened.note_finished(run_dir, trainer.global_step)
         say_saved(run_dir)

@@ -59,6 +59,14 @@ def on_loop(method: Callable[..., Coroutine[Any, Any, Result]]) -> Callable[...,
     return call
 
 
+_busy: set[threading.Thread] = set()  # that are held by a call
+
+
+def is_any_busy() -> bool:
+    """Return True while a thread is held by a call: Python's own end would crash under it."""
+    return bool(_busy)
+
+
 class LoopThread:
     """An event loop in a thread of its own."""
 
@@ -82,7 +90,11 @@ class LoopThread:
         """Return what a function returns that holds this thread meanwhile; for any other loop."""
 
         async def work() -> Result:
-            return function(*arguments)
+            _busy.add(self._thread)
+            try:
+                return function(*arguments)
+            finally:
+                _busy.discard(self._thread)
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self.loop))
 

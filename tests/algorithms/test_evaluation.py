@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from openrlhf.algorithms.evaluation import pass_at_k, standard_error
+from openrlhf.algorithms.evaluation import pass_at_k, standard_error, wilson_interval
 
 
 def test_pass_at_k_is_the_estimate_of_chen_et_al():
@@ -34,3 +34,12 @@ def test_the_standard_error_counts_prompts():
     # Squares of 0, 1, 1, 0 around 1/2 add up to 1: the variance is 1/3, of the mean of four 1/12.
     assert standard_error(torch.tensor([0.0, 1, 1, 0])) == pytest.approx((1 / 12) ** 0.5)
     assert standard_error(torch.tensor([0.3])) is None
+
+
+def test_the_interval_of_a_rate_is_wilsons_and_stays_within_0_and_1():
+    # One of ten prompts: (p + z^2 / 2n -+ z sqrt(p q / n + z^2 / 4 n^2)) / (1 + z^2 / n).
+    rates = torch.tensor([1.0] + [0.0] * 9)
+    error = standard_error(rates)
+    assert wilson_interval(0.1, error, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)
+    assert wilson_interval(0.0, 0.0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
+    assert wilson_interval(1.0, 0.0, 10) == pytest.approx((0.7225, 1), abs=1e-4)

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import re
+import resource
 import tempfile
 from pathlib import Path
 
@@ -58,6 +60,33 @@ def test_a_model_without_room_at_the_end_is_written_elsewhere(
     transformers.AutoModelForCausalLM.from_pretrained(elsewhere)
     assert not (tmp_path / "run" / ".export").exists()
     assert json.loads((tmp_path / "run" / "ended.json").read_text())["error"].endswith(error[7:])
+
+
+@pytest.mark.parametrize("num_steps", [3, 4])
+def test_checkpoints_without_room_do_not_cost_the_model(
+    num_steps: int, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    words = [*sft_words(tiny_model_dir, tmp_path), "--max_epochs", str(num_steps)]
+    words += ["--save_steps", "1", "--ckpt_path", str(tmp_path / "ckpt")]
+    num_bytes = (tiny_model_dir / "model.safetensors").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * num_bytes, before[1]))  # states take three times
+    try:
+        with pytest.raises(SystemExit) as stop:
+            train_sft.main(words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert stop.value.code == 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        r"error: checkpoint of step 3 was not saved: File too large: tp0-dp0.pt takes \d\.\d\d GB, "
+        rf"\d+\.\d\d GB are free in {tmp_path}/ckpt/tmp-global_step3/model\. It is failure 3 in a "
+        rf"row: stopping\. The model was written to {tmp_path}/run\.",
+        last,
+    )
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
 
 
 def test_a_disk_without_room_for_the_model_is_said_before_training(

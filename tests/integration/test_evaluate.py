@@ -10,9 +10,11 @@ from textwrap import dedent
 import pandas
 import pytest
 
+from openrlhf.algorithms.evaluation import wilson_interval
 from openrlhf.cli import evaluate
 from openrlhf.distributed.checkpoints import find_model
 from openrlhf.errors import ConfigError
+from tests.integration.commands import run_command
 from tests.integration.test_agents import ENVIRONMENT
 from tests.rewards.servers import RewardServer
 from tests.rollout.test_agent_files import NEW
@@ -109,9 +111,12 @@ def test_a_table_shows_every_model_and_data_source(evaluated: tuple[Path, str]) 
         for source, count in (("a", "4"), ("b", "3"), ("all", "7"))
     ]
     assert "eval_all_pass1" in (out / "report.html").read_text()  # of both models
-    mean, error = metrics["eval/eval_all_pass1"], metrics["eval/eval_all_pass1_stderr"]
+    mean, error = metrics["eval/eval_all_reward"], metrics["eval/eval_all_reward_stderr"]
     reach = 1.96 * error
-    assert lines[5][3:6] == [f"{mean:.3f}", f"[{mean - reach:.3f},", f"{mean + reach:.3f}]"]
+    assert lines[5][-3:] == [f"{mean:.3f}", f"[{mean - reach:.3f},", f"{mean + reach:.3f}]"]
+    mean, error = metrics["eval/eval_all_pass1"], metrics["eval/eval_all_pass1_stderr"]
+    low, high = wilson_interval(mean, error, 7)
+    assert lines[5][3:6] == [f"{mean:.3f}", f"[{low:.3f},", f"{high:.3f}]"]
 
 
 def run(root: Path, out: Path, models: str, flags: str) -> None:
@@ -135,6 +140,14 @@ def test_vllm_and_the_model_itself_give_the_same_samples_and_rewards_of_models(
         assert list(own.reward) == pytest.approx(list(others.reward), rel=1e-4)
         metrics = metrics_of(tmp_path / "own" / folder)
         assert metrics["eval/eval_all_pass1"] == pytest.approx(own.reward.mean())
+
+
+@pytest.mark.slow
+def test_vllm_in_the_process_and_a_reward_function_end_well(given: Path, tmp_path: Path) -> None:
+    words = f"{given}/model --eval_dataset {given}/prompts.jsonl --label_key answer"
+    words += f" --remote_rm_url {given}/rewards.py:short --prompt_max_len 64 --generate_max_len 6"
+    said = run_command("-m", "openrlhf.cli.evaluate", *words.split(), "--save_path", tmp_path)
+    assert f"samples and metrics: {tmp_path}" in said and "Traceback" not in said
 
 
 @pytest.mark.slow

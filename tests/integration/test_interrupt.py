@@ -134,6 +134,23 @@ def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= step
 
 
+def test_sigterm_while_the_policy_itself_generates_ends_with_code_130(
+    given: dict, tmp_path: Path
+) -> None:
+    # A step is quick, the evaluation behind the second one is not: it is the end of its first.
+    flags = (
+        "--vllm_num_engines 0 --generate_max_len 900 --prompt_max_len 64 --n_samples_per_prompt 8"
+    )
+    words = argv(FLAGS.format(episodes=9) + "--save_steps 1", **given, ckpt_path=tmp_path / "ckpt")
+    words = [sys.executable, "-m", "openrlhf.cli.train_ppo", *words, *flags.split()]
+    with started([*words, "--train_batch_size", "64"]) as process:
+        wait_for_a_step(tmp_path / "run", process)
+        time.sleep(2)  # the next one generates
+        error = interrupt(process, signal.SIGTERM)
+    assert process.returncode == 130 and "terminate called" not in error, error[-3000:]
+    saved_step(error, tmp_path / "ckpt")
+
+
 @pytest.mark.parametrize(
     "launcher",
     [

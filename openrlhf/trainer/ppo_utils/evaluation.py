@@ -4,11 +4,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Self
 
 import torch
 
-from openrlhf.algorithms.evaluation import NORMAL_95, pass_at_k, standard_error
+from openrlhf.algorithms.evaluation import (
+    normal_interval,
+    pass_at_k,
+    standard_error,
+    wilson_interval,
+)
 from openrlhf.utils.logging import STDERR, Values
 from openrlhf.utils.rollout import Rollout
 
@@ -19,13 +23,6 @@ class Estimate:
 
     mean: float
     interval: tuple[float, float] | None
-
-    @classmethod
-    def of(cls, values: Values, name: str) -> Self:
-        """Return the estimate that the metrics of an evaluation hold under a name."""
-        mean, error = values[name], values.get(name + STDERR)
-        reach = None if error is None else NORMAL_95 * error
-        return cls(mean, None if reach is None else (mean - reach, mean + reach))
 
     def __str__(self) -> str:
         known = "" if self.interval is None else " [{:.3f}, {:.3f}]".format(*self.interval)
@@ -72,11 +69,27 @@ def pass_rate_names(datasources: Iterable[str], ks: Sequence[int]) -> list[str]:
     return [f"eval/eval_{name}_pass{k}" for name in datasources for k in ks]
 
 
-def estimates_of(values: Values, datasource: str, ks: Sequence[int]) -> dict[str, Estimate]:
-    """Return the estimates of a data source by title: `pass@k` for each of `ks`, and `reward`."""
-    names = dict(zip((f"pass@{k}" for k in ks), pass_rate_names([datasource], ks), strict=True))
-    names["reward"] = f"eval/eval_{datasource}_reward"
-    return {title: Estimate.of(values, name) for title, name in names.items()}
+def estimates_of(
+    values: Values, rollouts: Sequence[Rollout], datasource: str, ks: Sequence[int]
+) -> dict[str, Estimate]:
+    """Return the estimates of a data source by title: `pass@k` for each of `ks`, and `reward`.
+    `values` are the metrics of these samples. Those of 0 and 1 alone are rates.
+    """
+    own = [rollout for rollout in rollouts if rollout.datasource == datasource]
+    num_prompts = len({rollout.row_id for rollout in own})
+    is_rate = all(rollout.task_score in (0, 1) for rollout in own)
+    kinds = dict.fromkeys(pass_rate_names([datasource], ks), is_rate)
+    kinds[f"eval/eval_{datasource}_reward"] = all(rollout.reward in (0, 1) for rollout in own)
+    estimates = []
+    for name, is_bounded in kinds.items():
+        mean, error = values[name], values.get(name + STDERR)
+        interval = None
+        if error is not None and is_bounded:
+            interval = wilson_interval(mean, error, num_prompts)
+        elif error is not None:
+            interval = normal_interval(mean, error)
+        estimates.append(Estimate(mean, interval))
+    return dict(zip([*(f"pass@{k}" for k in ks), "reward"], estimates, strict=True))
 
 
 def results_table(results: Iterable[tuple[str, str, int, Mapping[str, Estimate]]]) -> str:
