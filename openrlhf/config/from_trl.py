@@ -36,7 +36,7 @@ OF_ALL = {
     "logging_steps": "`--logging_steps`",
     "run_name": "`--wandb_run_name`",
     "report_to, logging_dir": "`--report_to`; unset: only the run folder",
-    "push_to_hub, hub_model_id": "`--push_to_hub YOUR_NAME/YOUR_MODEL`; `--hub_model_id` is the same",
+    "push_to_hub, hub_model_id": "`--push_to_hub YOUR_NAME/YOUR_MODEL`, or `--hub_model_id`",
     "seed": "`--seed`",
     "router_aux_loss_coef": "`--aux_loss_coef`",
 }
