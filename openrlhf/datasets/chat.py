@@ -2,7 +2,8 @@
 spans of it that are learnt.
 
 Rendered text holds stand-ins for special tokens spelled in messages (see `TextEncoder`), so nothing
-they say can open or close a turn. Knows templates; knows nothing of token ids.
+they say can open or close a turn. Whether a template writes all that messages hold is found in
+`openrlhf.datasets.template_fields`. Knows nothing of token ids.
 """
 
 import json
@@ -12,23 +13,30 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+from openrlhf.datasets.template_fields import (
+    REASONING,
+    TURN_WEIGHTS,
+    Message,
+    fitted,
+    planted,
+    writing_of,
+)
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import TemplateError, TextEncoder, chat_template_of, render_chat
 
-Message = dict[str, object]
 Span = tuple[int, int]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_NAMES = {
     **{role: role for role in ROLES},
     "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+    "prompter": "user",
+    **dict.fromkeys(("gpt", "bot", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("function", "observation", "ipython", "tool_response"), "tool"),
 }
+_CALLS = ("function_call", "tool_call")  # roles whose text is the JSON of calls
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
+TAKEN = {"messages", "tools", "chat_template", "add_generation_prompt"}  # what no variable sets
 RENDERED = "is_rendered"  # column of `batch_inference`: the prompt is text as the model read it
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -63,9 +71,12 @@ class Rendered:
         return [piece for piece in pieces if piece[0]]
 
 
-def to_messages(value: object, *, text_role: str = "user") -> list[Message]:
+def to_messages(
+    value: object, *, text_role: str = "user", unread: set[str] | None = None
+) -> list[Message]:
     """Return messages with the roles of ROLES, from text (one message) or a list with role/content
-    or from/value.
+    or from/value: parts of text joined, arguments of calls as objects. `unread` gets the names of
+    what is left out.
     """
     if isinstance(value, str):
         return [{"role": text_role, "content": value}]
@@ -75,7 +86,7 @@ def to_messages(value: object, *, text_role: str = "user") -> list[Message]:
         raise RowError(f"{type(value).__name__} instead of text or a message list")
     if not value:
         raise RowError("an empty message list")
-    return [_to_message(item) for item in value]
+    return [_to_message(item, set() if unread is None else unread) for item in value]
 
 
 @lru_cache(maxsize=4)
@@ -161,10 +172,21 @@ def plain_text(value: object, column: str) -> str:
 
 
 def is_blank(message: Message) -> bool:
-    """Return True for a message without text, parts of another kind or tool calls."""
+    """Return True for a message without text, reasoning, a tool's values or tool calls."""
     content = message.get("content")
     said = content.strip() if isinstance(content, str) else content
-    return not said and not message.get("tool_calls")
+    return not said and not any(message.get(key) for key in ("tool_calls", *REASONING))
+
+
+def is_to_learn(message: Message) -> bool:
+    """Return False for a turn that says so: `weight`, `train` or `loss_mask` 0; raise RowError for
+    another share than all or nothing.
+    """
+    weights = {key: message[key] for key in TURN_WEIGHTS if key in message}
+    for key, weight in weights.items():
+        if weight not in (0, 1):
+            raise RowError(f"'{key}' of a message is {weight!r}, not 0 or 1")
+    return all(weights.values())
 
 
 def fill_template(input_template: str | None, text: str) -> str:
@@ -190,46 +212,126 @@ def has_placeholder(input_template: str | None) -> bool:
         ) from error
 
 
+class Dialogue:
+    """Messages as the chat template reads them, with the tools and variables of their row."""
+
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        messages: Sequence[Message],
+        *,
+        tools: object = None,
+        variables: object = None,
+        learnt: Sequence[int] = (),
+        is_prompt: bool = False,
+    ) -> None:
+        """Raise RowError where the template would leave a turn's words or calls out, or write them
+        otherwise than they are meant; `learnt` are the messages whose reasoning counts, too.
+        """
+        self._encoder = encoder
+        self._options: dict[str, Any] = {
+            "tools": _tool_list(encoder, tools),
+            "variables": _variables(variables),
+        }
+        has_tools = self._options["tools"] or any("tool_calls" in message for message in messages)
+        self.template = chat_template_of(encoder.tokenizer, for_tools=bool(has_tools))
+        shape = planted(messages, learnt, is_prompt=is_prompt, **self._options)
+        writing = writing_of(encoder.tokenizer, self.template, shape)
+        if writing.problem:
+            raise RowError(writing.problem)
+        encoder.unread |= writing.unread
+        self._messages = [_shown(encoder, fitted(each, writing)) for each in messages]
+
+    def write(self, num_messages: int | None = None, **options: bool) -> tuple[str, list[Span]]:
+        """Return the first messages, or all, as the template writes them, and its spans."""
+        try:
+            return render_chat(
+                self._encoder.tokenizer,
+                self._messages[:num_messages],
+                template=self.template,
+                **self._options,
+                **options,
+            )
+        except TemplateError as error:
+            raise RowError(f"the chat template refuses it: {error}") from error
+
+    def marked_spans(self, turns: Sequence[int], learnt: Sequence[int]) -> tuple[str, list[Span]]:
+        """Return the text, and what the template marks of the turns that are learnt."""
+        text, found = self.write(wants_spans=True)
+        if len(found) > len(turns):  # several a turn
+            ends = {i: len(self.write(i, wants_spans=True)[1]) for t in turns for i in (t, t + 1)}
+            return text, [span for i in learnt for span in found[ends[i] : ends[i + 1]]]
+        # One a turn, or for the last turns only.
+        numbered = enumerate(turns, len(found) - len(turns))
+        return text, [found[k] for k, i in numbered if i in learnt and k >= 0]
+
+    def span_of(self, index: int, text: str) -> Span:
+        """Return where a turn stands in the text of all, as rendering what is before it shows;
+        raise ConfigError where that is no beginning of the text.
+        """
+        before, _ = self.write(index, add_generation_prompt=True)
+        is_last = index + 1 == len(self._messages)
+        after = text if is_last else self.write(index + 1)[0]
+        if text.startswith(after) and after.startswith(before):
+            return len(before), len(after)
+        told = f"the chat template of {self._encoder.tokenizer.name_or_path} "
+        remedy = "Give one with {% generation %} markers with --tokenizer_chat_template"
+        if is_last:
+            told += "writes a prompt otherwise than the beginning of a whole dialogue"
+        else:
+            told, remedy = f"{told}rewrites earlier turns", f"{remedy}, or leave --multiturn out"
+        raise ConfigError(f"{told}, so the assistant's tokens cannot be told apart. {remedy}.")
+
+
 def render(
     encoder: TextEncoder,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = False,
     tools: object = None,
+    variables: object = None,
 ) -> str:
     """Return the dialogue as the chat template writes it; raise RowError when the template refuses
-    it.
+    it or leaves something of it out.
     """
-    return _run_template(encoder, messages, tools, add_generation_prompt=add_generation_prompt)[0]
+    told: dict[str, Any] = {"tools": tools, "variables": variables}
+    dialogue = Dialogue(encoder, messages, is_prompt=add_generation_prompt, **told)
+    return dialogue.write(add_generation_prompt=add_generation_prompt)[0]
 
 
 def render_dialogue(
     encoder: TextEncoder,
     messages: Sequence[Message],
     *,
-    tools: object = None,
     first: int = 0,
     is_cut: bool = False,
+    **told: object,
 ) -> Rendered:
     """Return the dialogue with the spans of the assistant's turns among its messages from `first`
-    on, their end markers included; `is_cut`: the last of them met its length limit.
+    on, their end markers included; `is_cut`: the last of them met its length limit, `told`: tools
+    and variables. Turns that are empty, or that say so, are not learnt.
 
     Spans come from the template's generation markers, else from rendering prefixes of the dialogue,
     and end where inference stops: no model samples what a template writes behind that. Raises
     ConfigError for a template without markers whose prefixes are no prefixes, RowError for a
-    refused dialogue.
+    refused dialogue, LeftOutError where no turn is to be learnt.
     """
     check_order(messages)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    learnt = [i for i in turns if i >= first]
-    if not learnt:
+    if not [i for i in turns if i >= first]:
         raise RowError(f"the last message is the {messages[-1]['role']}'s, not the assistant's")
-    if _GENERATION_MARKER.search(chat_template_of(encoder.tokenizer)):
-        text, spans = _run_template(encoder, messages, tools, wants_spans=True)
-        spans = spans[len(turns) - len(learnt) :]
+    learnt = [i for i in turns if i >= first and is_to_learn(messages[i])]
+    spoken = [i for i in learnt if not is_blank(messages[i])]
+    if not spoken:
+        raise LeftOutError("empty response" if learnt else "no turn is to be learnt")
+    if len(spoken) < len(learnt):
+        encoder.unread.add("empty turns of the assistant")
+    dialogue = Dialogue(encoder, messages, learnt=spoken, **told)  # type: ignore[arg-type]
+    if _GENERATION_MARKER.search(dialogue.template):
+        text, spans = dialogue.marked_spans(turns, spoken)
     else:
-        text = render(encoder, messages, tools=tools)
-        spans = [_prefix_span(encoder, messages, i, text, tools) for i in learnt]
+        text, _ = dialogue.write()
+        spans = [dialogue.span_of(i, text) for i in spoken]
     spans = [(start, encoder.end_of_turn(text, start, end)) for start, end in spans]
     if spans and encoder.says_nothing(text[spans[-1][1] :]):
         text = text[: spans[-1][1]]
@@ -240,48 +342,37 @@ def render_dialogue(
     return Rendered(text, tuple(spans))
 
 
-def _prefix_span(
-    encoder: TextEncoder, messages: Sequence[Message], index: int, text: str, tools: object
-) -> Span:
-    before = render(encoder, messages[:index], add_generation_prompt=True, tools=tools)
-    is_last = index + 1 == len(messages)
-    after = text if is_last else render(encoder, messages[: index + 1], tools=tools)
-    if not (text.startswith(after) and after.startswith(before)):
-        raise ConfigError(
-            f"the chat template of {encoder.tokenizer.name_or_path} rewrites earlier turns, so the "
-            "assistant's tokens cannot be told apart. Give one with {% generation %} markers with "
-            "--tokenizer_chat_template, or leave --multiturn out."
-        )
-    return len(before), len(after)
-
-
-def _run_template(
-    encoder: TextEncoder, messages: Sequence[Message], tools: object, **options: bool
-) -> tuple[str, list[Span]]:
-    try:
-        return render_chat(
-            encoder.tokenizer,
-            [_shown(encoder, message) for message in messages],
-            tools=_tool_list(encoder, tools),
-            **options,
-        )
-    except TemplateError as error:
-        raise RowError(f"the chat template refuses it: {error}") from error
-
-
 def _tool_list(encoder: TextEncoder, tools: object) -> list | None:
     """Return the tools of a row as a template may read them; JSON text keeps its nulls."""
-    is_text = isinstance(tools, str)
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
-    except json.JSONDecodeError as error:
-        raise RowError(f"'tools' is no JSON: {error}") from error
-    if tools is not None and not isinstance(tools, (list, tuple)):
+    if not isinstance(tools, str):
+        tools = _without_nulls(tools)
+    elif tools.strip():
+        tools = _from_json(tools, "'tools'")
+    if tools and not isinstance(tools, list):
         raise RowError(f"'tools' is {type(tools).__name__}, not a list")
-    return _shown(encoder, tools, keeps_nulls=is_text) or None
+    return _shown(encoder, tools) or None
 
 
-def _to_message(item: object) -> Message:
+def _variables(value: object) -> Mapping[str, Any]:
+    """Return the variables that `chat_template_kwargs` of a row sets."""
+    if isinstance(value, str):
+        value = _from_json(value, "'chat_template_kwargs'")
+    if value is not None and not isinstance(value, Mapping):
+        raise RowError(f"'chat_template_kwargs' is {value!r}, not an object")
+    found = _without_nulls(value or {})
+    if taken := TAKEN & found.keys():
+        raise RowError(f"'chat_template_kwargs' sets {min(taken)}, which the row itself does")
+    return found
+
+
+def _from_json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{name} is no JSON: {error}") from error
+
+
+def _to_message(item: object, unread: set[str]) -> Message:
     if not isinstance(item, Mapping):
         raise RowError(f"a message is {type(item).__name__}, not an object with role and content")
     name = item.get("role") or item.get("from")  # a table gives every row both, one of them null
@@ -291,24 +382,82 @@ def _to_message(item: object) -> Message:
     content = item.get("content")
     content = item.get("value") if content is None else content
     others = {
-        key: value
+        key: _without_nulls(value)
         for key, value in item.items()
-        if key not in ("role", "from", "content", "value") and value is not None
+        if key not in ("role", "from", "content", "value", "tool_calls", "function_call")
+        and value is not None
     }
+    calls = item.get("tool_calls") or item.get("function_call")
+    if str(name).lower() in _CALLS:
+        calls, content = content, None
+    if calls:
+        others["tool_calls"] = _tool_calls(calls)
     if content is None and not others:
         raise RowError(f"a {role} message without content")
-    return {"role": role, "content": "" if content is None else content, **others}
+    return {"role": role, "content": _content(content, role, unread), **others}
 
 
-def _shown(encoder: TextEncoder, value: Any, *, keeps_nulls: bool = False) -> Any:
-    """Return a value with a stand-in for every special token in its texts, those of keys included,
-    and without the keys that a table sets to null because other rows have them.
+def _content(content: object, role: str, unread: set[str]) -> object:
+    """Return the text of a message, or the values that a tool returned."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, (list, tuple)) else []
+    texts = [_text_of(part) for part in parts]
+    if parts and None not in texts:
+        keys = {key for part in parts if isinstance(part, Mapping) for key in _without_nulls(part)}
+        unread |= {f"'{key}' of content parts" for key in keys - {"type", "text"}}
+        return "".join(map(str, texts))
+    if role == "tool" and isinstance(content, (list, tuple, Mapping)):
+        return _without_nulls(content)
+    bad: Any = parts[texts.index(None)] if parts else content
+    kind = bad.get("type") if isinstance(bad, Mapping) else type(bad).__name__
+    raise RowError(f"content of type {kind!r} in the {role}'s message; only text is read")
+
+
+def _text_of(part: object) -> str | None:
+    """Return the text of a content part; None for a part of another kind."""
+    if isinstance(part, Mapping):
+        part = part.get("text") if part.get("type") in _TEXT_PARTS else None
+    return part if isinstance(part, str) else None
+
+
+def _tool_calls(value: object) -> list[Message]:
+    """Return calls as OpenAI's API writes them, but with arguments as objects, which is how most
+    templates read them.
+    """
+    if isinstance(value, str):
+        value = _from_json(value, "a tool call")
+    calls = []
+    for call in value if isinstance(value, (list, tuple)) else [value]:
+        call = call if isinstance(call, Mapping) else {}
+        function: Any = call.get("function") or call
+        name, arguments = function.get("name"), function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _from_json(arguments, "the arguments of a tool call")
+        else:
+            arguments = _without_nulls(arguments)
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise RowError("a tool call is no object with a name and arguments")
+        links = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
+        made = {"name": name, "arguments": arguments}
+        calls.append({"type": "function", **links, "function": made})
+    return calls
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys that a table sets to null because other rows have them."""
+    if isinstance(value, Mapping):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, (list, tuple)) else value
+
+
+def _shown(encoder: TextEncoder, value: Any) -> Any:
+    """Return a value with a stand-in for every special token in its texts, those of keys
+    included.
     """
     if isinstance(value, str):
         return encoder.hide(value)
-    shown = partial(_shown, encoder, keeps_nulls=keeps_nulls)
+    shown = partial(_shown, encoder)
     if isinstance(value, Mapping):
-        return {shown(k): shown(v) for k, v in value.items() if keeps_nulls or v is not None}
-    if isinstance(value, (list, tuple)):
-        return [shown(item) for item in value]
-    return value
+        return {shown(k): shown(v) for k, v in value.items()}
+    return [*map(shown, value)] if isinstance(value, (list, tuple)) else value

@@ -18,6 +18,7 @@ from openrlhf.datasets.tokenized import (
     Tokenised,
     TokenizedDataset,
     Tokens,
+    columns_of,
     pick_columns,
 )
 from openrlhf.errors import ConfigError
@@ -52,7 +53,7 @@ class ProcessRewardDataset(TokenizedDataset):
         """Return the columns of the text and of its labels, or STEPWISE_COLUMNS where they are
         those.
         """
-        found = rows.column_names
+        found = columns_of(rows, form)
         is_usual = form.input_key in (None, "input") and "input" not in found
         if is_usual and set(STEPWISE_COLUMNS) <= set(found):
             return STEPWISE_COLUMNS

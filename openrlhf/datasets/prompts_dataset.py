@@ -22,13 +22,16 @@ from openrlhf.datasets.chat import (
 )
 from openrlhf.datasets.loading import data_set_of
 from openrlhf.datasets.tokenized import (
+    DIALOGUE_COLUMNS,
     PROMPT_COLUMNS,
     Row,
     RowFormat,
     Tokenised,
     TokenizedDataset,
     Tokens,
+    columns_of,
     pick_columns,
+    prompt_columns,
 )
 from openrlhf.utils.rollout import PromptRecord
 
@@ -43,7 +46,7 @@ class PromptDataset(TokenizedDataset):
 
     def __getitem__(self, index: int) -> PromptRecord:
         [(token_ids, _)], extra = self._example(index)
-        row = self._rows[self.row_ids[index]]
+        row = self._row(self.row_ids[index])
         label_key = self._format.label_key
         return PromptRecord(
             row_id=self.row_ids[index],
@@ -52,7 +55,7 @@ class PromptDataset(TokenizedDataset):
             label=row[label_key] if label_key else "",
             datasource=self._source_of(row, self.row_ids[index]),
             columns={name: value for name, value in row.items() if name != self._input_key},
-            source=_asked_part(row[self._input_key]),
+            source=self._asked_part(row),
         )
 
     def _source_of(self, row: Row, row_id: int) -> str:
@@ -63,9 +66,9 @@ class PromptDataset(TokenizedDataset):
         """Return the prompt of `index` without what stands around it: messages, or text as the
         model reads it.
         """
-        row = self._rows[self.row_ids[index]]
+        row = self._row(self.row_ids[index])
         if self._holds_messages(row):
-            return _asked_part(row[self._input_key])
+            return self._asked_part(row)
         if self._format.around is None:
             return self._example(index)[1]["text"]
         return self._encoder.reveal(self._prompt_text(row, self._input_key))
@@ -74,8 +77,16 @@ class PromptDataset(TokenizedDataset):
     def find_columns(cls, form: RowFormat, rows: Dataset) -> list[str]:
         """Return the columns of the prompt and, where it has one, of the label."""
         label = [(form.label_key, (), "--label_key")] if form.label_key else []
-        wanted = (form.input_key, PROMPT_COLUMNS, "--input_key")
-        return pick_columns(rows.column_names, wanted, *label)
+        found = columns_of(rows, form)
+        wanted = (form.input_key, prompt_columns(found), "--input_key")
+        return pick_columns(found, wanted, *label)
+
+    def _unread_columns(self, read: set[str]) -> list[str]:
+        """Return columns with a meaning for prompts that this one does not have: all columns are
+        there for reward functions.
+        """
+        known = {*PROMPT_COLUMNS, *DIALOGUE_COLUMNS} & {*super()._unread_columns(read)}
+        return sorted(known)
 
     def _settle(self) -> None:
         self._input_key, *_ = self._columns
@@ -90,7 +101,7 @@ class PromptDataset(TokenizedDataset):
         if key and (label is None or (isinstance(label, float) and not math.isfinite(label))):
             raise RowError(f"'{key}' is {'missing' if label is None else label}")
         if around is not None and self._holds_messages(row):
-            row = {**row, column: wrap_input(_asked_part(row[column]), around)}
+            row = {**row, column: wrap_input(to_messages(row[column]), around)}
             around = None
         text = self._prompt_text(row, column)
         text = text if around is None else wrap_input(text, around)
@@ -99,8 +110,14 @@ class PromptDataset(TokenizedDataset):
         return [self._encode(Rendered(text))], extra
 
     def _holds_messages(self, row: Row) -> bool:
-        is_chat = bool(self._format.apply_chat_template)
-        return is_chat and not isinstance(row[self._input_key], str)
+        has_more = not isinstance(row[self._input_key], str) or row.get("system")
+        return bool(self._format.apply_chat_template and (has_more or row.get("history")))
+
+    def _asked_part(self, row: Row) -> Any:
+        """Return a prompt as its row has it: text, or messages without a closing answer."""
+        if not self._holds_messages(row):
+            return row[self._input_key]
+        return without_answer(self._messages(row, self._input_key))
 
     def _cut(self, tokens: list[Tokens], extra: Any, limit: int) -> Tokenised:
         """Return the last tokens of a prompt, behind the BOS it began with."""
@@ -112,11 +129,6 @@ class PromptDataset(TokenizedDataset):
 
     def _check_useful(self, tokens: list[Tokens]) -> None:
         """Accept every prompt: none has a target."""
-
-
-def _asked_part(value: Any) -> Any:
-    """Return a prompt as its row has it: text, or messages without a closing answer."""
-    return value if isinstance(value, str) else without_answer(to_messages(value))
 
 
 def preprocess_data(

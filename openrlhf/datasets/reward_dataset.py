@@ -5,8 +5,9 @@ as supervised rows are; the targets are what follows the prompt. Knows no loss.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 
 from datasets import Dataset
@@ -21,7 +22,6 @@ from openrlhf.datasets.chat import (
     is_blank,
     plain_text,
     render_dialogue,
-    to_messages,
 )
 from openrlhf.datasets.sft_dataset import preprocess_data as answered_texts
 from openrlhf.datasets.tokenized import (
@@ -30,10 +30,14 @@ from openrlhf.datasets.tokenized import (
     Tokenised,
     TokenizedDataset,
     Tokens,
+    columns_of,
     number_of,
     pick_columns,
+    value_at,
 )
 from openrlhf.errors import DataError
+
+PROMPTS = ("prompt", "instruction", "question")
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,12 @@ class PreferenceDataset(TokenizedDataset):
 
     @classmethod
     def find_columns(cls, form: RowFormat, rows: Dataset) -> list[str]:
-        """Return the columns of both sides, behind that of a prompt: the column `prompt`, if there
-        is one, or else sides are whole dialogues.
+        """Return the columns of both sides, behind that of a prompt: one of PROMPTS, if it is
+        there, or else sides are whole dialogues.
         """
-        columns, prompt = rows.column_names, []
-        if form.prompt_key is not None or "prompt" in columns:
-            prompt = [(form.prompt_key, ("prompt",), "--prompt_key")]
+        columns, prompt = columns_of(rows, form), []
+        if form.prompt_key is not None or {*PROMPTS} & {*columns}:
+            prompt = [(form.prompt_key, PROMPTS, "--prompt_key")]
         sides = [(form.chosen_key, (), "--chosen_key"), (form.rejected_key, (), "--rejected_key")]
         found = pick_columns(columns, *prompt, *sides)
         if form.with_margin and "margin" not in columns:
@@ -94,9 +98,17 @@ class PreferenceDataset(TokenizedDataset):
             and isinstance(answer, str)
             and prompt
             and answer.startswith(prompt)
-            for prompt, *answers in zip(*(self._rows[name] for name in names), strict=True)
+            for prompt, *answers in zip(*map(self._values, names), strict=True)
             for answer in answers
         )
+
+    def _values(self, name: str) -> Iterable[object]:
+        rows = self._rows
+        return rows[name] if name in rows.column_names else (value_at(row, name) for row in rows)
+
+    def _unread_columns(self, read: set[str]) -> list[str]:
+        margin = {"margin"} if self._format.with_margin else set()
+        return super()._unread_columns(read | margin)
 
     def _tokens_of(self, row: Row) -> Tokenised:
         form, margin = self._format, 0.0
@@ -118,7 +130,7 @@ class PreferenceDataset(TokenizedDataset):
         """Return both sides; of dialogues the assistant's turns behind the messages that they share
         are learnt.
         """
-        form, prompt, tools = self._format, self._format.prompt_key, row.get("tools")
+        form, prompt = self._format, self._format.prompt_key
         sides = [  # column, and True for an answer that met its limit, says `batch_inference`
             (form.chosen_key, row.get("chosen_finish_reason") == "length"),
             (form.rejected_key, row.get("rejected_finish_reason") == "length"),
@@ -128,17 +140,19 @@ class PreferenceDataset(TokenizedDataset):
         dialogues = [self._dialogue(row, name) for name, _ in sides]
         first = _num_shared(*(dialogue[:-1] for dialogue in dialogues))
         return [
-            render_dialogue(self._encoder, messages, tools=tools, first=first, is_cut=is_cut)
+            render_dialogue(self._encoder, messages, first=first, is_cut=is_cut, **self._told(row))
             for messages, (_, is_cut) in zip(dialogues, sides, strict=True)
         ]
 
     def _dialogue(self, row: Row, name: str) -> list[Message]:
         """Return all messages of a side; what begins with no answer holds its prompt itself."""
-        messages = to_messages(self._response(row, name), text_role="assistant")
+        row = {**row, name: self._response(row, name)}
+        read = partial(self._messages, row)
+        messages = read(name, text_role="assistant", begins=False)
         if is_blank(messages[-1]):
             raise LeftOutError("empty response")
         prompt, is_answer = self._format.prompt_key, messages[0]["role"] == "assistant"
-        return to_messages(row[prompt]) + messages if prompt and is_answer else messages
+        return read(prompt) + messages if prompt and is_answer else read(name)
 
     def _check_useful(self, tokens: list[Tokens]) -> None:
         chosen, rejected = tokens

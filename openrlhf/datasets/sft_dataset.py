@@ -17,21 +17,21 @@ from openrlhf.datasets.chat import (
     LeftOutError,
     Rendered,
     fill_template,
-    is_blank,
     plain_text,
     render_dialogue,
     to_messages,
     without_answer,
 )
 from openrlhf.datasets.tokenized import (
-    PROMPT_COLUMNS,
     TEXT_COLUMNS,
     Row,
     RowFormat,
     Tokenised,
     TokenizedDataset,
+    columns_of,
     holds_dialogues,
     pick_columns,
+    prompt_columns,
 )
 from openrlhf.errors import ConfigError, DataError
 
@@ -63,7 +63,8 @@ class SFTDataset(TokenizedDataset):
         """Return the columns that flags name, or else the first of the usual ones with an
         answer.
         """
-        found = rows.column_names
+        found = columns_of(rows, form)
+        usual = prompt_columns(found)
         if form.pretrain_mode:
             return pick_columns(found, (form.input_key, TEXT_COLUMNS, form.text_flag))[0], None
         is_named = form.input_key is not None or form.output_key is not None
@@ -71,17 +72,19 @@ class SFTDataset(TokenizedDataset):
         if not is_named and is_inferred:  # `batch_inference` keeps columns of its data beside them
             return "input", "output"
         output = [(form.output_key, (), "--output_key")] if form.output_key is not None else []
-        prompt, *_ = pick_columns(found, (form.input_key, PROMPT_COLUMNS, "--input_key"), *output)
-        for name in [prompt] if is_named else [name for name in PROMPT_COLUMNS if name in found]:
+        prompt, *_ = pick_columns(found, (form.input_key, usual, "--input_key"), *output)
+        for name in [prompt] if is_named else [name for name in usual if name in found]:
             answers = [form.usual_output, "completion" if name == "prompt" else None]
             answer = form.output_key or next((a for a in answers if a in found), None)
             has_own = (is_named or name != "prompt") and holds_dialogues(rows, name)
             if answer is not None or has_own or _is_whole_text(form, (name, None), rows):
                 return name, answer
         likely = next((name for name in LIKELY_ANSWERS if name in found), "NAME")
+        # Named, Alpaca's `instruction` would be read without the `input` behind it.
+        prompt = "" if prompt == "instruction" else f"--input_key {prompt} "
         raise DataError(
-            f"no response column is given; columns found: {', '.join(found)}. Type --input_key "
-            f"{prompt} --output_key {likely}."
+            f"no response column is given; columns found: {', '.join(found)}. Type {prompt}"
+            f"--output_key {likely}."
         )
 
     def _settle(self) -> None:
@@ -103,9 +106,9 @@ class SFTDataset(TokenizedDataset):
 
     def asked(self, row: Row) -> Any:
         """Return the prompt of a row: messages, or text as the model reads it."""
-        column = self.input_column
+        column, row = self.input_column, self._completed(row)
         if self._format.apply_chat_template and not isinstance(row[column], str):
-            return without_answer(to_messages(row[column]))
+            return without_answer(self._messages(row, column))
         return self._encoder.reveal(self._prompt_text(row, column))
 
     def _tokens_of(self, row: Row) -> Tokenised:
@@ -118,15 +121,15 @@ class SFTDataset(TokenizedDataset):
             return self._answered(row, None, column, is_cut=False)
         if not form.apply_chat_template or (answer and self._is_rendered(row, column)):
             return self._answered(row, column, answer or column, is_cut=is_cut)
-        messages = to_messages(row[column])
+        messages = self._messages(row, column)
         if answer is not None:
-            messages += to_messages(self._response(row, answer), text_role="assistant")
-        answers = [message for message in messages if message["role"] == "assistant"]
-        if not answers or is_blank(answers[-1]):
-            raise LeftOutError("no assistant turn" if not answers else "empty response")
+            row = {**row, answer: self._response(row, answer)}
+            messages += self._messages(row, answer, text_role="assistant", begins=False)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise LeftOutError("no assistant turn")
         first = 0 if form.multiturn else len(messages) - 1
-        tools = row.get("tools")
-        return render_dialogue(self._encoder, messages, tools=tools, first=first, is_cut=is_cut)
+        told = self._told(row)
+        return render_dialogue(self._encoder, messages, first=first, is_cut=is_cut, **told)
 
 
 def _is_whole_text(form: RowFormat, columns: Columns, rows: Dataset) -> bool:

@@ -1,7 +1,8 @@
 """From rows to examples of token ids, the same way for every kind of data.
 
 A kind of data set finds its columns and tokenises a row. A flag that names a column always wins;
-without one, columns are recognised by the names that Hugging Face uses. Rows are tokenised, held
+without one, columns are recognised by the names that Hugging Face uses. `a.b` names what is under
+`b` in column `a`. What a row holds and nothing reads is said in one line. Rows are tokenised, held
 against the length limit and counted by `datasets.Dataset.map`: in several processes where there are
 many rows. The result is kept in the cache of the datasets library.
 """
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import datasets
 import torch
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, Json, List, Value
 from filelock import FileLock
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from openrlhf.config.base import Caution
 from openrlhf.datasets.chat import (
     RENDERED,
     LeftOutError,
+    Message,
     Rendered,
     RowError,
     check_order,
@@ -43,13 +45,19 @@ from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
-PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text")
+PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text", "instruction")
 TEXT_COLUMNS = ("text", "input", "prompt")  # to be learnt as a whole
 PARALLEL_ROWS = 10_000  # fewer are tokenised before processes have started
 MAX_PROCESSES = 16
 LOCK_S = 3600.0  # another rank of this machine may take so long to tokenise the same rows
+REMEDY = "Repair the rows, choose other columns, or type --bad_rows skip to leave these out."
 DEFAULT_TEMPLATE = "User: {}\nAssistant: "
 Row = Mapping[str, Any]
+
+# Columns with a meaning of their own, read beside those that flags name: of dialogues, and of rows.
+DIALOGUE_COLUMNS = ("system", "history", "tools", "chat_template_kwargs")
+ROW_COLUMNS = ("id", RENDERED, "finish_reason", "chosen_finish_reason", "rejected_finish_reason")
+IMAGE_COLUMNS = ("image", "images")
 
 # What is kept of each row of the data set, beside its example.
 _FACTS = {
@@ -57,6 +65,7 @@ _FACTS = {
     "problem": Value("string"),  # what is wrong with the row; "" for nothing
     "is_truncated": Value("bool"),
     "is_spelled": Value("bool"),  # its data spells special tokens
+    "unread": Value("string"),  # names of what is left out of its dialogues, each a line
     "num_tokens": Value("int32"),  # of all sequences together
     "longest": Value("int32"),  # tokens of its longest sequence
     "largest_id": Value("int32"),
@@ -94,7 +103,14 @@ class RowFormat:
     reward_tokens: tuple[str, ...] = ()  # what a label of a step may be, the positive one first
     max_len: int | None = 2048  # tokens; None for no limit
     overlong: str = "filter"  # filter | truncate | truncate_left | error
+    bad_rows: str = "fail"  # fail | skip
     allow_special_tokens: bool = True  # those spelled in plain text are what they say
+
+    @property
+    def named_columns(self) -> list[str]:
+        """Return the columns that somebody named, or that go by a default name."""
+        keys = (self.input_key, self.output_key, self.label_key, self.prompt_key)
+        return [name for name in (*keys, self.chosen_key, self.rejected_key) if name]
 
 
 class Tokens(NamedTuple):
@@ -120,13 +136,20 @@ class TokenizedDataset(ABC):
         self._format = row_format
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
         self._columns = self.find_columns(row_format, rows)
+        self._nested = columns_of(rows, row_format)[len(rows.column_names) :]
+        # Alpaca's question stands in two columns.
+        is_joined = row_format.input_key is None and "input" in rows.column_names
+        self._joined = "input" if is_joined and self._columns[0] == "instruction" else None
         self._settle()
         self._table = self._tokenised()
         self._facts: dict[str, list] = self._table.select_columns(list(_FACTS))[:]
-        bad = [(row, what) for row, what in enumerate(self._facts["problem"]) if what]
-        problems = [f"{row_place(rows, row)}: {what}" for row, what in bad]
-        raise_bad_rows(self.subject, problems, "Repair the rows, or choose other columns.")
+        self.bad_rows = [(row, what) for row, what in enumerate(self._facts["problem"]) if what]
+        if row_format.bad_rows == "fail":
+            problems = [f"{row_place(rows, row)}: {what}" for row, what in self.bad_rows]
+            raise_bad_rows(self.subject, problems, REMEDY)
         reasons = self._facts["left_out"]
+        for row, _ in self.bad_rows:
+            reasons[row] = "bad"
         self.dropped = Counter(filter(None, reasons))  # rows left out, by reason
         self.row_ids = [row for row, why in enumerate(reasons) if not why]  # of each example
         self.num_truncated = sum(self._facts["is_truncated"])  # rows cut at the length limit
@@ -253,11 +276,54 @@ class TokenizedDataset(ABC):
                 how = f"{how}, with --input_template {template!r}"
         elif template not in (None, "", DEFAULT_TEMPLATE):
             self.notices.append(Caution(f"--input_template {template!r} is not used for {how}"))
-        names = " and ".join(f"'{column}'" for column in columns if column is not None)
-        self.notices.insert(0, f"{names} read as {how}")
-        for name in {"image", "images"} & set(self._rows.column_names):
+        beside = DIALOGUE_COLUMNS if self._format.apply_chat_template else ()
+        read = [columns[0], self._joined, *columns[1:], *beside]
+        names = [name for name in read if name in (*self._rows.column_names, *self._nested)]
+        self.notices.insert(0, f"{' and '.join(map(repr, names))} read as {how}")
+        for name in {*IMAGE_COLUMNS} & set(self._rows.column_names):
             told = f"column '{name}' is not read: models that see images cannot be trained yet"
             self.notices.append(Caution(told))
+        self._unread = self._unread_columns({*names, *ROW_COLUMNS, *IMAGE_COLUMNS})
+
+    def _unread_columns(self, read: set[str]) -> list[str]:
+        """Return the columns that are not read, in their order."""
+        heads = {name.partition(".")[0] for name in self._nested}
+        return [n for n in self._rows.column_names if n not in read | heads]
+
+    def _completed(self, row: Row) -> dict[str, Any]:
+        """Return a row with what stands in several columns, or within one, under one name."""
+        found = dict(row)
+        for name in self._nested:
+            found[name] = value_at(row, name)
+        if self._joined and row[self._joined] and isinstance(row["instruction"], str):
+            found["instruction"] = f"{row['instruction']}\n{row[self._joined]}"
+        return found
+
+    def _row(self, row_id: int) -> dict[str, Any]:
+        return self._completed(self._rows[row_id])
+
+    def _messages(
+        self, row: Row, column: str, *, text_role: str = "user", begins: bool = True
+    ) -> list[Message]:
+        """Return the messages of a column and, where they begin a dialogue, those of the columns
+        `system` and `history` before them.
+        """
+        found = to_messages(row[column], text_role=text_role, unread=self._encoder.unread)
+        system, history = row.get("system"), row.get("history")
+        if begins and history:
+            before = [
+                {"role": role, "content": text}
+                for pair in history
+                for role, text in zip(("user", "assistant"), pair, strict=True)
+            ]
+            found = to_messages(before) + found
+        if begins and system and found[0]["role"] not in ("system", "developer"):
+            found = to_messages([{"role": "system", "content": system}]) + found
+        return found
+
+    def _told(self, row: Row) -> dict[str, Any]:
+        """Return what a row tells the chat template beside messages."""
+        return {"tools": row.get("tools"), "variables": row.get("chat_template_kwargs")}
 
     def _is_rendered(self, row: Row, column: str) -> bool:
         """Return True for a text that is a rendered prompt: the row says so, or it begins and ends
@@ -283,12 +349,11 @@ class TokenizedDataset(ABC):
         if not form.apply_chat_template:
             text = self._encoder.plain(plain_text(value, column))
             return fill_template(form.input_template, text)
-        messages = without_answer(to_messages(value))
+        messages = without_answer(self._messages(row, column))
         if not messages or is_blank(messages[-1]):
             raise RowError(f"'{column}' is empty")
         check_order(messages)
-        tools = row.get("tools")
-        return render(self._encoder, messages, add_generation_prompt=True, tools=tools)
+        return render(self._encoder, messages, add_generation_prompt=True, **self._told(row))
 
     def _answered(
         self, row: Row, prompt_column: str | None, column: str, *, is_cut: bool
@@ -402,10 +467,11 @@ class TokenizedDataset(ABC):
     def _tokenise(self, row: Row) -> dict[str, object]:
         """Return what becomes of a row: the values of `_FEATURES`."""
         form, num_spelled = self._format, self._encoder.num_spelled
+        self._encoder.unread.clear()
         tokens: list[Tokens] = []
         extra, left_out, problem, is_truncated = None, "", "", False
         try:
-            tokens, extra = self._tokens_of(row)
+            tokens, extra = self._tokens_of(self._completed(row))
             longest = max(len(part.ids) for part in tokens)
             if form.max_len is not None and longest > form.max_len:
                 if form.overlong == "error":
@@ -429,6 +495,7 @@ class TokenizedDataset(ABC):
             "problem": problem,
             "is_truncated": is_truncated,
             "is_spelled": self._encoder.num_spelled > num_spelled,
+            "unread": "\n".join(sorted(self._encoder.unread)),
             "num_tokens": sum(map(len, ids)),
             "longest": max(map(len, ids), default=0),
             "largest_id": max((max(part, default=0) for part in ids), default=0),
@@ -436,10 +503,13 @@ class TokenizedDataset(ABC):
         }
 
     def _report(self) -> None:
-        """Note how many rows were left out or cut, or spell control tokens; raise DataError if none
-        is left.
+        """Note what is not read, how many rows were left out or cut, or spell control tokens; raise
+        DataError if none is left.
         """
         num_rows, form = len(self._rows), self._format
+        fields = {name for names in set(self._facts["unread"]) for name in names.splitlines()}
+        if unread := [*map(repr, self._unread), *sorted(fields)]:
+            self.notices.append(f"not read: {', '.join(unread)}")
         if num_spelled := sum(self._facts["is_spelled"]):
             how = "text"
             if form.allow_special_tokens and not form.apply_chat_template:
@@ -456,6 +526,37 @@ class TokenizedDataset(ABC):
             raise DataError(
                 f"none of {num_rows} rows can be learned from ({reasons}). Check {self.flags}."
             )
+
+
+def columns_of(rows: Dataset, form: RowFormat) -> list[str]:
+    """Return the columns of a data set, and names such as `a.b` of the format that are within."""
+    nested = [name for name in form.named_columns if name not in rows.column_names]
+    return [*rows.column_names, *(name for name in nested if _is_within(rows.features, name))]
+
+
+def _is_within(features: Mapping[str, Any], name: str) -> bool:
+    head, _, rest = name.partition(".")
+    inner = features.get(head)
+    if isinstance(inner, Mapping):
+        return not rest or _is_within(inner, rest)
+    return inner is not None and (not rest or isinstance(inner, Json))
+
+
+def value_at(row: Row, name: str) -> Any:
+    """Return the value of a column, or of `a.b` within one; None where a part is missing."""
+    if name in row:
+        return row[name]
+    head, _, rest = name.partition(".")
+    inner = row.get(head)
+    return value_at(inner, rest) if rest and isinstance(inner, Mapping) else None
+
+
+def prompt_columns(found: Sequence[str]) -> tuple[str, ...]:
+    """Return the usual columns of prompts, the first of them first: Alpaca's `instruction` stands
+    before its `input`.
+    """
+    is_alpaca = {"instruction", "input"} <= {*found}
+    return ("instruction", *PROMPT_COLUMNS) if is_alpaca else PROMPT_COLUMNS
 
 
 def pick_columns(found: Sequence[str], *wanted: tuple[str | None, Sequence[str], str]) -> list[str]:
@@ -478,7 +579,8 @@ def pick_columns(found: Sequence[str], *wanted: tuple[str | None, Sequence[str],
 
 def holds_dialogues(rows: Dataset, column: str) -> bool:
     """Return True if the first value of a column that is not empty is a message list."""
-    return isinstance(next(filter(None, rows[column]), None), (list, tuple, Mapping))
+    values = rows[column] if column in rows.column_names else (value_at(r, column) for r in rows)
+    return isinstance(next(filter(None, values), None), (list, tuple, Mapping))
 
 
 def number_of(value: object) -> float | None:

@@ -11,7 +11,14 @@ from datasets import Dataset
 
 from openrlhf.datasets.chat import RowError
 from openrlhf.datasets.sft_dataset import Columns, SFTDataset, SFTExample
-from openrlhf.datasets.tokenized import Row, RowFormat, Tokenised, number_of, pick_columns
+from openrlhf.datasets.tokenized import (
+    Row,
+    RowFormat,
+    Tokenised,
+    columns_of,
+    number_of,
+    pick_columns,
+)
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,11 @@ class UnpairedPreferenceDataset(SFTDataset):
 
     @classmethod
     def find_columns(cls, form: RowFormat, rows: Dataset) -> Columns:
-        pick_columns(rows.column_names, (form.label_key, ("label",), "--label_key"))
+        pick_columns(columns_of(rows, form), (form.label_key, ("label",), "--label_key"))
         return super().find_columns(form, rows)
+
+    def _unread_columns(self, read: set[str]) -> list[str]:
+        return super()._unread_columns(read | {self._format.label_key or "label"})
 
     def _tokens_of(self, row: Row) -> Tokenised:
         name = self._format.label_key or "label"

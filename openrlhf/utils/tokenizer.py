@@ -29,9 +29,9 @@ _render_jinja: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = ca
     Any, render_jinja_template
 )
 RENDER_S = 20.0  # for one dialogue: templates come with models, which nobody has to trust
-# Stand-ins for special tokens found in data while a template is rendered around them: private-use
-# characters.
-_FIRST_STAND_IN = 0xF0000
+# Stand-ins for special tokens found in data while a template is rendered around them: a character
+# that no text is meant to hold, and a private one. Data that does hold it gets a stand-in, too.
+_STAND_IN, _FIRST_LETTER = "\ufdd0", 0xF0000
 # Never merges with what follows; takes the prefix space that a tokenizer puts before text.
 _ANCHOR = "\n"
 
@@ -180,33 +180,38 @@ class TemplateError(ValueError):
     """A chat template refuses a dialogue; the message is the template's own."""
 
 
-def chat_template_of(tokenizer: Tokenizer) -> str:
-    """Return the chat template that is used; raise ConfigError if there is none."""
+def chat_template_of(tokenizer: Tokenizer, *, for_tools: bool = False) -> str:
+    """Return the chat template that is used: of several with names, `tool_use` where there are
+    tools; raise ConfigError if there is none.
+    """
     template = tokenizer.chat_template
     if not template:
         raise ConfigError(
             f"tokenizer {tokenizer.name_or_path} has no chat template. "
             "Give one with --tokenizer_chat_template, or leave --apply_chat_template out."
         )
-    return template["default"] if isinstance(template, dict) else template
+    if isinstance(template, str):
+        return template
+    return template.get("tool_use" if for_tools else "default") or template["default"]
 
 
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, object]],
     *,
+    template: str,
     tools: Sequence[object] | None = None,
+    variables: Mapping[str, object] | None = None,
     add_generation_prompt: bool = False,
     wants_spans: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Render a dialogue by the chat template, in a sandbox; return it and the spans that its
-    generation markers enclose.
+    """Render a dialogue by a chat template, in a sandbox; return it and the spans that its
+    generation markers enclose. `variables` are what the template reads beside messages and tools.
 
     Spans are (start, end) characters, empty unless wanted. Raises TemplateError.
     """
     import jinja2  # noqa: PLC0415 - transformers itself needs it for templates only
 
-    template = chat_template_of(tokenizer)
     render = partial(
         _render_jinja,
         [list(messages)],
@@ -214,7 +219,7 @@ def render_chat(
         chat_template=template,
         return_assistant_tokens_mask=wants_spans,
         add_generation_prompt=add_generation_prompt,
-        **tokenizer.special_tokens_map,
+        **{**tokenizer.special_tokens_map, **(variables or {})},
     )
     # In a thread that is left behind when it takes too long: the command ends with the error.
     rendered: Future[tuple[list[str], list[list[tuple[int, int]]]]] = Future()
@@ -259,6 +264,7 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.allow_special_tokens = allow_special_tokens  # in plain text
         self.num_spelled = 0  # texts of the data that spelled special tokens so far
+        self.unread: set[str] = set()  # names of what was left out of dialogues so far
         self.leading_ids = leading_token_ids(tokenizer)
         self.special_ids = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -268,10 +274,12 @@ class TextEncoder:
         texts |= set(tokenizer.all_special_tokens)
         self._special_texts = sorted(filter(None, texts), key=len, reverse=True)
         self._stand_ins = {
-            text: chr(_FIRST_STAND_IN + i) for i, text in enumerate(self._special_texts)
+            text: _STAND_IN + chr(_FIRST_LETTER + i)
+            for i, text in enumerate([*self._special_texts, _STAND_IN])
         }
         self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()}
         self._special_pattern = _any_of(self._special_texts)
+        self._hidden_pattern = _any_of([*self._special_texts, _STAND_IN])
         ends = tokenizer.convert_ids_to_tokens(list(self.end_ids))
         self._end_pattern = _any_of([str(token) for token in ends])
         self._stand_in_pattern = re.compile(f"({_any_of(list(self._originals)).pattern})")
@@ -279,17 +287,17 @@ class TextEncoder:
 
     def hide(self, text: str) -> str:
         """Put a stand-in for every special token that the data spells."""
-        if not self._special_pattern.search(text):
+        if not self._hidden_pattern.search(text):
             return text
-        self.num_spelled += 1
-        return self._special_pattern.sub(lambda match: self._stand_ins[match[0]], text)
+        self.num_spelled += self._special_pattern.search(text) is not None
+        return self._hidden_pattern.sub(lambda match: self._stand_ins[match[0]], text)
 
     def plain(self, text: str) -> str:
         """Hide special tokens in the text of a column, unless they are allowed."""
         if not self.allow_special_tokens:
             return self.hide(text)
         self.num_spelled += self._special_pattern.search(text) is not None
-        return text
+        return text.replace(_STAND_IN, self._stand_ins[_STAND_IN])
 
     def reveal(self, text: str) -> str:
         """Replace stand-ins by what they stand for, as a person reads it."""

@@ -101,7 +101,7 @@ def test_a_prompt_that_is_rendered_already_is_not_rendered_again(tokenizer, temp
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_multiturn(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>"
-        "{% if loop.last %}{{ m.content }}{% else %}{{ m.content[:1] }}{% endif %}"
+        "{{ m.content }}{% if not loop.last and m.role == 'assistant' %}~{% endif %}"
         "<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )

@@ -125,9 +125,11 @@ def test_bad_rows_of_both_sets_are_said_together(
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [make_row(), make_row(input=" ")])
     rows = [make_row(input=""), make_row()]
     assert refuse_rows("sft", tiny_model_dir, rows, "--eval_dataset", str(held_out)) == [
-        "data set: 1 bad rows. Repair the rows, or choose other columns.",
+        "data set: 1 bad rows. Repair the rows, choose other columns, or type "
+        "--bad_rows skip to leave these out.",
         f"{tmp_path}/rows.jsonl: row 1: 'input' is empty",
-        "evaluation: data set: 1 bad rows. Repair the rows, or choose other columns.",
+        "evaluation: data set: 1 bad rows. Repair the rows, choose other columns, or type "
+        "--bad_rows skip to leave these out.",
         f"{held_out}: row 2: 'input' is empty",
     ]
 
