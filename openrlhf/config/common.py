@@ -340,6 +340,9 @@ class TextDataConfig(Base):
 
     apply_chat_template: bool = switch("Use the chat template; unset: for message lists.")
     tokenizer_chat_template: str | None = option(None, "Another chat template.", opens="template")
+    chat_template_kwargs: str | None = option(
+        None, "Variables of the chat template as JSON, e.g. '{\"enable_thinking\": false}'."
+    )
     input_template: str | None = option("User: {}\nAssistant: ", "Text with {} for the prompt.")
     expect_rows: str | None = option(
         None, "Rows the data must have before --max_samples; of several data sets with commas."
@@ -347,6 +350,9 @@ class TextDataConfig(Base):
     expect_sha256: str | None = option(None, "SHA-256 of the data's file; several with commas.")
     duplicate_ids: Literal["error", "keep"] = option(
         "error", "Rows of a data set with the same `id`: refused, or kept."
+    )
+    bad_rows: Literal["fail", "skip"] = option(
+        "fail", "Rows that cannot be used: refused, or left out and written to bad_rows.jsonl."
     )
     input_key: str = option("input", "Column of the prompt, text or messages.")
     max_samples: int = option(

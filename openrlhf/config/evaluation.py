@@ -117,6 +117,7 @@ class EvaluateConfig(PPOConfig):
         "data": (
             *("prompt_dataset", "prompt_probs", "prompt_split", "input_key", "label_key"),
             *("input_template", "apply_chat_template", "tokenizer_chat_template"),
+            *("chat_template_kwargs", "bad_rows"),
             *("allow_special_tokens", "max_samples", "expect_rows", "expect_sha256"),
             *("duplicate_ids", "prompt_max_len", "overlong_prompts", "max_len"),
         ),

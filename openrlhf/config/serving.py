@@ -176,8 +176,8 @@ class ChatConfig(CommandConfig):
     shows: ClassVar = {
         "model": ("model_name_or_path",),
         "data": (
-            *("apply_chat_template", "tokenizer_chat_template", "input_template"),
-            *("max_len", "ta_prompt"),
+            *("apply_chat_template", "tokenizer_chat_template", "chat_template_kwargs"),
+            *("input_template", "max_len", "ta_prompt"),
         ),
         "rollout": (
             *("greedy_sampling", "top_p", "temperature", "repetition_penalty"),

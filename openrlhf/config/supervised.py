@@ -75,7 +75,8 @@ class DatasetConfig(TextDataConfig):
 
 # Leaves of `data.*`: of every command that reads rows, and of those that train.
 ROWS = (
-    *("tokenizer_chat_template", "expect_rows", "expect_sha256", "duplicate_ids"),
+    *("tokenizer_chat_template", "chat_template_kwargs", "expect_rows", "expect_sha256"),
+    *("duplicate_ids", "bad_rows"),
     *("allow_special_tokens", "dataset", "dataset_probs", "dataset_split", "max_len"),
     *("max_samples", "overlong_rows"),
 )

@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ Parts: TypeAlias = list[tuple[str, Dataset]]  # of a data set: file, its rows
 
 MAX_LINE_MIB = 64
 MAX_SHOWN = 20  # bad rows
+# In which problems of one kind differ: the place, and what is quoted or counted.
+_VALUES = re.compile(r"^.*?(?:row |:)\d+: |'[^']*'|\"[^\"]*\"|\d+")
 REPAIR = "Repair or remove them."
 _BUILDERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # all others hold JSON
 _DAMAGED = (DatasetsError, pa.ArrowException, ValueError, TypeError)
@@ -520,13 +523,22 @@ def _csv_options(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def raise_bad_rows(subject: str, problems: Sequence[str], remedy: str) -> None:
-    """Raise one DataError that lists the first problems and says how many there are, if any."""
+    """Raise one DataError that says how many problems there are, if any, and lists the first of
+    each kind.
+    """
     if not problems:
         return
-    head = f"{subject}: {len(problems)} bad rows. {remedy}"
-    hidden = len(problems) - MAX_SHOWN
-    tail = [f"... and {hidden} more"] if hidden > 0 else []
-    raise DataError([head, *problems[:MAX_SHOWN], *tail])
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(_VALUES.sub("", problem), []).append(problem)
+    lines, shown = [f"{subject}: {len(problems)} bad rows. {remedy}"], [*kinds.values()][:MAX_SHOWN]
+    for alike in shown:
+        first = alike[: MAX_SHOWN // len(shown)]
+        hidden = len(alike) - len(first)
+        lines += [*first, *([f"... and {hidden} more of this kind"] if hidden else [])]
+    if hidden := len(kinds) - len(shown):
+        lines.append(f"... and {hidden} more kinds")
+    raise DataError(lines)
 
 
 @lru_cache(maxsize=8)

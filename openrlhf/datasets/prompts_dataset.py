@@ -46,7 +46,7 @@ class PromptDataset(TokenizedDataset):
 
     def __getitem__(self, index: int) -> PromptRecord:
         [(token_ids, _)], extra = self._example(index)
-        row = self._row(self.row_ids[index])
+        row = self.row(self.row_ids[index])
         label_key = self._format.label_key
         return PromptRecord(
             row_id=self.row_ids[index],
@@ -66,7 +66,7 @@ class PromptDataset(TokenizedDataset):
         """Return the prompt of `index` without what stands around it: messages, or text as the
         model reads it.
         """
-        row = self._row(self.row_ids[index])
+        row = self.row(self.row_ids[index])
         if self._holds_messages(row):
             return self._asked_part(row)
         if self._format.around is None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import datasets
 import torch
-from datasets import Dataset, Features, Json, List, Value
+from datasets import Dataset, Features, List, Value
 from filelock import FileLock
 from torch import Tensor
 
@@ -40,9 +40,10 @@ from openrlhf.datasets.chat import (
     to_messages,
     without_answer,
 )
-from openrlhf.datasets.loading import raise_bad_rows, row_place
+from openrlhf.datasets.loading import ExactJson, raise_bad_rows, row_place
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
+from openrlhf.utils.logging import notice
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
 PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text", "instruction")
@@ -291,7 +292,6 @@ class TokenizedDataset(ABC):
         return [n for n in self._rows.column_names if n not in read | heads]
 
     def _completed(self, row: Row) -> dict[str, Any]:
-        """Return a row with what stands in several columns, or within one, under one name."""
         found = dict(row)
         for name in self._nested:
             found[name] = value_at(row, name)
@@ -299,7 +299,8 @@ class TokenizedDataset(ABC):
             found["instruction"] = f"{row['instruction']}\n{row[self._joined]}"
         return found
 
-    def _row(self, row_id: int) -> dict[str, Any]:
+    def row(self, row_id: int) -> dict[str, Any]:
+        """Return a row with what stands in several columns, or within one, under one name."""
         return self._completed(self._rows[row_id])
 
     def _messages(
@@ -528,6 +529,21 @@ class TokenizedDataset(ABC):
             )
 
 
+def write_bad_rows(path: Path, *data_sets: Any) -> None:
+    """Write the bad rows of data sets, or None, that were skipped: JSON lines with what is wrong;
+    say so.
+    """
+    path.unlink(missing_ok=True)
+    lines = [
+        {"place": data.row_place(row), "problem": what, "row": data.row(row)}
+        for data in data_sets
+        for row, what in (data.bad_rows if data else ())
+    ]
+    if lines:
+        path.write_text("".join(json.dumps(line, default=str) + "\n" for line in lines))
+        notice(f"bad rows that were left out: {len(lines)}; they are in {path}")
+
+
 def columns_of(rows: Dataset, form: RowFormat) -> list[str]:
     """Return the columns of a data set, and names such as `a.b` of the format that are within."""
     nested = [name for name in form.named_columns if name not in rows.column_names]
@@ -539,7 +555,7 @@ def _is_within(features: Mapping[str, Any], name: str) -> bool:
     inner = features.get(head)
     if isinstance(inner, Mapping):
         return not rest or _is_within(inner, rest)
-    return inner is not None and (not rest or isinstance(inner, Json))
+    return inner is not None and (not rest or isinstance(inner, (datasets.Json, ExactJson)))
 
 
 def value_at(row: Row, name: str) -> Any:

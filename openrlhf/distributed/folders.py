@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
-from openrlhf.utils.tracking import ENDED_FILE, METRICS_FILE, holds_a_run
+from openrlhf.utils.tracking import BAD_ROWS_FILE, ENDED_FILE, METRICS_FILE, holds_a_run
 
 MANIFEST = "manifest.json"
 TEMPORARY = "tmp-"
@@ -34,7 +34,7 @@ HOLDER = "running.json"
 GB = 1e9
 
 RECORDS = ("config.yaml", METRICS_FILE, "rollouts", "dumps")
-RECORDS += ("report.html", "curves.png", ENDED_FILE)
+RECORDS += ("report.html", "curves.png", BAD_ROWS_FILE, ENDED_FILE)
 MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
     *("adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),

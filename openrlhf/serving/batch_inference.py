@@ -28,6 +28,7 @@ from openrlhf.datasets.chat import RENDERED, to_messages, wish_template, wrap_in
 from openrlhf.datasets.command_data import inference_data
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.tokenized import write_bad_rows
 from openrlhf.distributed import collectives
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
@@ -54,7 +55,8 @@ from openrlhf.utils.logging import notice, redirect_framework_logs, say_notices
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.tokenizer import eos_token_ids, load_tokenizer, unused_sampling
+from openrlhf.utils.tokenizer import eos_token_ids, tokenizer_of, unused_sampling
+from openrlhf.utils.tracking import BAD_ROWS_FILE
 
 Row = dict[str, Any]
 # Settings that change neither the rows nor their order.
@@ -89,6 +91,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     left: list[int] = []
     if topology.is_main:
         say_notices(task.samples.notices)
+        write_bad_rows(Path(f"{output}.{BAD_ROWS_FILE}"), task.samples)
         if config.eval_task != "rm":
             penalty = config.rollout.repetition_penalty
             say_notices(unused_sampling(task.model_path, repetition_penalty=penalty))
@@ -119,15 +122,11 @@ class BatchTask:
         path = config.model.model_name_or_path
         assert path is not None, "a model is needed"
         self.config, self.model_path = config, path
-        gathered, data, trust = Gathered(), config.data, config.trust_remote_code
+        gathered, trust = Gathered(), config.trust_remote_code
         facts = gathered.attempt(lambda: load_config(path, trust_remote_code=trust))
         if facts is not None:
             gathered.attempt(lambda: check_model(config, path, facts))
-        tokenizer = gathered.attempt(
-            lambda: load_tokenizer(
-                path, chat_template=data.tokenizer_chat_template, trust_remote_code=trust
-            )
-        )
+        tokenizer = gathered.attempt(lambda: tokenizer_of(config, path))
         data_set = inference_data(config)
         rows = data_set.read(gathered)
         if rows is not None and tokenizer is not None:

@@ -14,6 +14,7 @@ from openrlhf.config.base import with_value
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.common import last_words
 from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.datasets.tokenized import write_bad_rows
 from openrlhf.distributed.checkpoints import find_model
 from openrlhf.distributed.folders import holding
 from openrlhf.errors import Gathered
@@ -43,7 +44,13 @@ from openrlhf.trainer.workers.model_worker import ModelWorker
 from openrlhf.utils.logging import Values, notice, redirect_framework_logs
 from openrlhf.utils.progress import progress
 from openrlhf.utils.samples import show_samples
-from openrlhf.utils.tracking import METRICS_FILE, Tracker, rollout_row, write_rollouts
+from openrlhf.utils.tracking import (
+    BAD_ROWS_FILE,
+    METRICS_FILE,
+    Tracker,
+    rollout_row,
+    write_rollouts,
+)
 
 ALL = "all"  # the data source of all samples, where there are several
 
@@ -139,6 +146,8 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
         rollouts = [*rollouts, *(replace(rollout, datasource=ALL) for rollout in rollouts)]
     metrics = samples.metrics.values() | evaluation_metrics(rollouts, config.ks)
     save_resolved(config, inputs.run_dir / "config.yaml")
+    data_sets = (inputs.prompts, inputs.eval_prompts, inputs.texts)
+    write_bad_rows(inputs.run_dir / BAD_ROWS_FILE, *data_sets)
     Tracker(inputs.run_dir).log(0, metrics)
     prompts = dict.fromkeys((rollout.datasource, rollout.row_id) for rollout in rollouts)
     counts = Counter(source for source, _ in prompts)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.tokenized import write_bad_rows
 from openrlhf.distributed.checkpoints import RunCheckpoints, export_final, exporting_anyway
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
@@ -51,7 +52,7 @@ from openrlhf.utils import stopping
 from openrlhf.utils.logging import format_count, print_banner, redirect_framework_logs
 from openrlhf.utils.outcome import say_saved
 from openrlhf.utils.progress import progress
-from openrlhf.utils.tracking import make_tracker
+from openrlhf.utils.tracking import BAD_ROWS_FILE, make_tracker
 
 Groups = Mapping[str, WorkerGroup]  # by role
 OpenCluster = Callable[..., AbstractContextManager[Cluster]]
@@ -169,6 +170,8 @@ def _run(
     state.resume()
     # What is refused leaves the folder as it was.
     save_resolved(config, inputs.run_dir / "config.yaml")
+    data_sets = (inputs.prompts, inputs.eval_prompts, inputs.texts)
+    write_bad_rows(inputs.run_dir / BAD_ROWS_FILE, *data_sets)
     export = partial(_export, config, groups)
     with (
         exporting_anyway(export, inputs.run_dir),

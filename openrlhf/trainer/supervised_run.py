@@ -17,7 +17,7 @@ from torch import nn
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.command_data import supervised_data
-from openrlhf.datasets.tokenized import news
+from openrlhf.datasets.tokenized import news, write_bad_rows
 from openrlhf.distributed.checkpoints import (
     DataFacts,
     RunCheckpoints,
@@ -60,7 +60,7 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.outcome import say_outcome, say_saved
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.tokenizer import tokenizer_of
-from openrlhf.utils.tracking import make_tracker
+from openrlhf.utils.tracking import BAD_ROWS_FILE, make_tracker
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 Recipe = type[BaseTrainer[Any, Any]]
@@ -122,6 +122,8 @@ def _train(
         trainer.keep_best = checkpointer.keep_best
     if strategy.is_main:  # what is refused leaves the folder as it was
         save_resolved(config, run_dir / "config.yaml")
+        data_sets = (trainer.inputs.samples, trainer.inputs.eval_samples)
+        write_bad_rows(run_dir / BAD_ROWS_FILE, *data_sets)
         say_start(trainer)
     export = partial(export_final, trainer.export, run_dir)
     try:

@@ -5,6 +5,7 @@ plain text it is, while the same token in a chat template or an input template k
 it does in a column of plain text, unless that is not trusted. Knows nothing of columns or rows.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,11 +41,13 @@ def load_tokenizer(
     name_or_path: str,
     *,
     chat_template: str | None = None,
+    template_variables: str | None = None,
     trust_remote_code: bool = False,
 ) -> Tokenizer:
     """Load a tokenizer, with a pad token but never a new id (embeddings keep their size).
 
     `chat_template` replaces the tokenizer's own: Jinja text, or the path of a file that holds it.
+    `template_variables` (JSON) become defaults in the template, so that an export has them, too.
     An adapter that was saved without a tokenizer has its base's.
     Raises ConfigError when there is no such folder or hub name, or when it needs code of its own.
     """
@@ -68,10 +71,41 @@ def load_tokenizer(
         if not is_template_text(chat_template):
             chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
         tokenizer.chat_template = chat_template
+    if template_variables:
+        tokenizer.chat_template = _with_defaults(tokenizer, template_variables)
     if tokenizer.pad_token_id is None:
         own = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
         tokenizer.pad_token = own or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def _with_defaults(tokenizer: Tokenizer, variables: str) -> str | dict[str, str]:
+    """Return the chat template, or each of several, behind lines that set variables which are not
+    given otherwise.
+    """
+    chat_template_of(tokenizer)
+    template = tokenizer.chat_template
+    try:
+        found = json.loads(variables)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict) or not all(map(str.isidentifier, found)):
+        raise ConfigError(
+            f"--chat_template_kwargs {variables} is no JSON object of variables. Type one such as "
+            """'{"enable_thinking": false}'."""
+        )
+    if unread := [name for name in found if name not in str(template)]:
+        raise ConfigError(
+            f"--chat_template_kwargs sets {', '.join(unread)}, which the chat template of "
+            f"{tokenizer.name_or_path} does not read. Leave it out."
+        )
+    head = "".join(
+        f"{{% if {name} is not defined +%}}{{% set {name} = {value!r} +%}}{{% endif +%}}"
+        for name, value in found.items()
+    )
+    if isinstance(template, str):
+        return head + template
+    return {name: head + text for name, text in template.items()}
 
 
 def get_tokenizer(
@@ -96,6 +130,7 @@ def tokenizer_of(command: Any, path: str) -> Tokenizer:
     return load_tokenizer(
         path,
         chat_template=command.data.tokenizer_chat_template,
+        template_variables=command.data.chat_template_kwargs,
         trust_remote_code=command.trust_remote_code,
     )
 

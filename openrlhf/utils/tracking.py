@@ -27,6 +27,7 @@ Record: TypeAlias = tuple[int, dict[str, float]]  # step, metrics
 Reader: TypeAlias = Callable[[Iterator[Record]], None]
 
 METRICS_FILE = "metrics.jsonl"
+BAD_ROWS_FILE = "bad_rows.jsonl"  # that --bad_rows skip left out
 ENDED_FILE = "ended.json"  # how a run ended: step and data of a finished one, else its error
 MLFLOW_BATCH = 100  # settings that its servers take at a time
 MLFLOW_NO_NAME = re.compile(r"[^\w\-./ ]")  # what its names of metrics may not have

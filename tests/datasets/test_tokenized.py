@@ -110,7 +110,7 @@ def test_every_bad_row_is_listed_with_its_file_and_row(
     with pytest.raises(DataError) as caught:
         make(load_rows(f"{one},{two}"), tokenizer, row_format)
     problems = caught.value.problems
-    assert "31 bad rows" in problems[0] and problems[-1] == "... and 11 more"
+    assert "31 bad rows" in problems[0] and problems[-1] == "... and 11 more of this kind"
     assert problems[1].startswith(f"{one}: row 4: ")
     assert problems[2].startswith(f"{two}: row 1: ")
     assert len(problems) == 22
