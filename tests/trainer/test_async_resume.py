@@ -84,7 +84,9 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
     store = CheckpointStore(tmp_path)
 
     def saving(trainer: PPOTrainerAsync) -> RunState:
-        config = PPOConfig.model_validate({"ckpt": {"save_steps": 1, "path": str(tmp_path)}})
+        config = PPOConfig.model_validate(
+            {"ckpt": {"save_steps": 1, "path": str(tmp_path), "best_metric_key": "none"}}
+        )
         trainer.state.opened = RunCheckpoints(config.ckpt, DataFacts("f", 24), store.latest())
         return trainer.state
 
