@@ -35,7 +35,7 @@ HOMES = {
     "openrlhf.utils.tokenizer": {"torch", "transformers"},
     "openrlhf.utils.images": {"torch", "transformers", "PIL"},
     "openrlhf.rewards.remote": {"httpx"},
-    "openrlhf.rewards.math_grader": {"math_verify"},
+    "openrlhf.rewards.math_expressions": {"math_verify", "mpmath", "sympy"},
     "openrlhf.datasets": {"torch", "datasets", "pyarrow", "filelock"},
     "openrlhf.models": {"torch", "transformers", "peft"},
     "openrlhf.engines": {"torch"},

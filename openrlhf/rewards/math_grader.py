@@ -1,71 +1,112 @@
-"""Compares mathematical answers: 1/2, 0.5, \\frac{1}{2} and \\boxed{50\\%} are the same.
+"""Compares an answer with the truth: 1/2, 0.5, \\frac{1}{2} and \\boxed{50\\%} are the same.
 
-Parsing and comparing are done by math-verify. In the main thread of a process, where the reward
-functions of a run are called, a comparison that takes too long is cut off by a signal; in any other
-thread, such as a step of an agent, it is made in a worker of a FunctionPool, which is killed.
+A truth is a choice, words, or mathematics; choices, words and boxes are compared whole. A
+comparison that takes too long is cut off: in the main thread of a process, where the reward
+functions of a run are called, by a signal; in any other thread, such as a step of an agent, it is
+made in a worker of a FunctionPool, which is killed.
 """
 
-import logging
 import re
+import signal
 import threading
-from decimal import Decimal
+from collections.abc import Iterator
 from functools import lru_cache
-
-import math_verify
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig
+from types import FrameType
 
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch
+from openrlhf.rewards.math_expressions import UNIT_WORDS, load_grammar, same_mathematics
 from openrlhf.rewards.workers import FunctionPool
-from openrlhf.utils import extract_boxed_answer
+from openrlhf.utils.math_utils import FUNCTIONS, final_answers, plain_math
 
-PARSE_TIMEOUT_S = 5
-COMPARE_TIMEOUT_S = 5
-LOAD_TIMEOUT_S = 60  # of math-verify's grammar, on a busy machine
+LIMIT_S = 5.0  # of a comparison
 POOL_TIMEOUT_S = 30.0  # of a comparison for a thread
-MAX_EXPRESSION = 300  # characters of a text that is read as one expression
-END_TOKEN = re.compile(r"<\|[\w-]+\|>\s*$|</s>\s*$")
-ENVIRONMENT = re.compile(r"\$.+\$|\\\(|\\\[", re.DOTALL)
-# math-verify reads 1e3 as 1 or as 3 times e, 1 000 in LaTeX as 1 times 0, and 2 sqrt(2) as 2.
-SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?!\w|\.\d)")
-MAX_EXPONENT = 15
-ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
-GROUPED = re.compile(r"(?<![\w.,])\d{1,3}(?:[ \u00a0\u202f]\d{3})+(?!\d)")
-SIGNS = {"×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "°": ""}
-SIGNS |= {"√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "**": "^"}
-CHOICE = re.compile(r"\(?([A-J])\)?")
-CHOICES = StringExtractionConfig(strings=tuple("ABCDEFGHIJ"))
-TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-FUNCTIONS = "and|or|sqrt|sin|cos|tan|cot|sec|csc|arc|log|ln|exp|pi|frac"
-WORD = re.compile(rf"(?:^|\s)(?!(?:{FUNCTIONS})\b)[A-Za-z]{{2,}}")
-WORDS = re.compile(rf"(?!(?:{FUNCTIONS})\b)[A-Za-z][A-Za-z' -]+[A-Za-z]")
+MAX_ANSWER = 500  # characters
+# The pronoun and the article are no choices: "I choose A", "A good guess".
+LETTER = re.compile(
+    r"(?<![A-Za-z\\{^_+*/=|-])(?!(?:I|A) (?!is\b|and\b|or\b|because\b)[a-z])"
+    r"([A-J])(?![A-Za-z'^_]|\s*[+*/=|])"
+)
+LETTERS = re.compile(
+    r"\W*\(?[A-J]\)?(?:(?:\s*[,&]\s*(?:and\s+)?|\s+and\s+)\(?[A-J]\)?)*[^\w'^]*|(?=..)A?B?C?D?E?F?G?H?I?J?"
+)
+LABELLED = re.compile(
+    r"\W*(?:(?i:option|choice|answer)\W+)?\(?([A-J])(?:\s*[).:]|\s+(?=[\d$\\]))(.+)"
+)
+DENIED = re.compile(
+    r"(?:\b(?:not|cannot|never|except|neither)\b|n['’]t\b|\b(?:rather|other) than\b|\binstead of\b"
+    r"|不是|\\(?:ne|neg|lnot|not)(?![A-Za-z])|¬).*?(?=\bbut\b|[,;]|\.(?!\d)|$)",
+    re.IGNORECASE,
+)
+WRONG = re.compile(r"\b(?:wrong|incorrect)\b|错", re.IGNORECASE)
+REASON = re.compile(
+    r",?\s*\b(?:because|since|where|which|if|when|given|whether)\b.*", re.IGNORECASE
+)
+HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|either)\b|或", re.IGNORECASE)
+VERB = re.compile(
+    r".*(?:\b(?:is|are|was|be|equals|choose|pick|so|thus|hence|therefore)\b|[:=]),?", re.IGNORECASE
+)
+YES_OR_NO = re.compile(r"\b(?:yes|no|true|false)\b", re.IGNORECASE)
+ITEM_END = re.compile(r",\s*and\b|,|&|\band\b")
+TRIVIA = re.compile(r"\b(?:the|an?) |[\"'“”‘’().!?*{}]")
+PROSE = re.compile(
+    rf"(?<![\\A-Za-z{{])(?!(?:{FUNCTIONS}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}['’]?[a-z]*(?:\^\{{?\d\}}?)?"
+    r"|[=-]>|[→⇒∴•]|\\(?:implies|to|Rightarrow|rightarrow|therefore)(?![A-Za-z])"
+    r"|(?<=\s)[aAI](?= [A-Za-z]{2})|[\u3400-\u9fff]+|[?\"“”]|:(?!\d)|\.(?!\d)"
+)
+UNIT_AFTER = re.compile(
+    rf"\s*(?:(?:{UNIT_WORDS})s?(?:\^\{{?\d\}}?)?(?:\s*/\s*[a-z]+|\s+per\s+[a-z]+)?|[ap]m)(?![A-Za-z])",
+    re.IGNORECASE,
+)
+BOUND = re.compile(
+    r"\b(?:than|at (?:most|least)|between|up to|far from|below|above|under|over)\s*$", re.IGNORECASE
+)
+VALUE = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it reports every answer it cannot read
+
+class _TooSlow(BaseException):
+    """A comparison is over its limit; no `except Exception` of a library catches it."""
 
 
 def math_equal(answer: str, truth: str) -> bool:
     """Return True if what an answer says last (or in its last box) equals the truth.
 
-    What cannot be read, or compared in a few seconds (in threads: half a minute), is not equal. May
-    be called from any thread; it blocks the one it is called from, so an async method awaits it
-    as `asyncio.to_thread(math_equal, answer, truth)`. Raises RewardError when the process that
+    What cannot be read, or compared in a few seconds, is not equal. May be called from any thread;
+    it blocks the one it is called from, so an async method awaits it as
+    `asyncio.to_thread(math_equal, answer, truth)`. Raises RewardError when the process that
     compares for a thread dies.
     """
     assert isinstance(answer, str), f"an answer is text, not a {type(answer).__name__}"
     if threading.current_thread() is not threading.main_thread():
         return _equal_in_pool(answer, str(truth))
-    given, expected = _final(END_TOKEN.sub("", answer)), _final(str(truth))
-    words = TEXT.sub(r"\1", expected)
-    if CHOICE.fullmatch(words):
-        return _choice(given) == _choice(words)
-    if WORDS.fullmatch(words):
-        ending = rf"(?:^|[^\w-]){re.escape(words)}[\s.!*]*$"
-        return re.search(ending, TEXT.sub(r"\1", given), re.IGNORECASE) is not None
-    return any(
-        bool(math_verify.verify(wanted, found, timeout_seconds=COMPARE_TIMEOUT_S))
-        for wanted in _readings(expected)
-        for found in _readings(given)
-    )
+    load_grammar()
+    return _equal_in_time(answer, _truth(str(truth)))
+
+
+def _equal_in_time(answer: str, truth: str) -> bool:
+    """Compare for LIMIT_S at most."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise _TooSlow
+
+    before, clock = signal.signal(signal.SIGALRM, stop), (0.0, 0.0)
+    try:
+        # Again and again, if a library swallows it.
+        clock = signal.setitimer(signal.ITIMER_REAL, LIMIT_S, 0.2)
+        return _equal(answer, truth)
+    except _TooSlow:
+        return False
+    finally:
+        _stop_clock()
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, *clock)
+
+
+def _stop_clock() -> None:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except _TooSlow:  # it rang once more
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def grade_answer(given_answer: str | None, ground_truth: object) -> bool:
@@ -98,53 +139,103 @@ def _pool() -> FunctionPool:
     )
 
 
-def _final(text: str) -> str:
-    """Return what the last box of a text holds, or the text, without a dot at its end."""
-    box = extract_boxed_answer(text)
-    return (text if box is None else box).strip().removesuffix(".")
+def _truth(text: str) -> str:
+    """Return the answer that a label holds: in a box, after GSM8K's ####, or all of it."""
+    if "\\boxed" in text or "####" in text:
+        text = final_answers(text)[1][0]
+    return plain_math(text).removesuffix(".")
 
 
-def _choice(text: str) -> list[object]:
-    """Return the letter that a text chooses."""
-    text = CHOICE.sub(r"\1", TEXT.sub(r"\1", text))
-    chosen: list[object] = math_verify.parse(text, [CHOICES], parsing_timeout=PARSE_TIMEOUT_S)
-    return chosen
+def _equal(answer: str, truth: str) -> bool:
+    is_boxed, texts = final_answers(answer)
+    said = [plain_math(text[-MAX_ANSWER:]) for text in texts]
+    if not truth or len(truth) > MAX_ANSWER or (is_boxed and len(texts[0]) > MAX_ANSWER):
+        return bool(truth) and plain_math(texts[0]) == truth
+    labelled = LABELLED.fullmatch(truth)
+    if labelled or LETTERS.fullmatch(truth):
+        chosen = next((letters for text in said if (letters := _chosen(text))), set())
+        if chosen or not labelled:
+            return chosen == _chosen(truth)
+        truth = labelled[2].strip()
+    if _is_words(truth):
+        return any(_same_words(text, truth) for text in _phrases(said[0], is_boxed))
+    if not is_boxed:
+        said[0] = next((value for text in said if (value := _value(text, truth))), "")
+    return same_mathematics(said[0], truth) or _all_same(said[0], truth)
 
 
-def _readings(text: str) -> list[list[object]]:
-    """Return what a text may mean: its last expression, or itself as an expression in LaTeX."""
-    text = text.replace("−", "-")
-    text = GROUPED.sub(lambda match: re.sub(r"\s", "", match[0]), text)
-    text = SCIENTIFIC.sub(_without_e, text)
-    text = ROOT.sub(r"\\sqrt{\1}", text)
-    if ENVIRONMENT.search(text) or len(text) > MAX_EXPRESSION:
-        return [_read(text)]
-    bare = text
-    for sign, latex in SIGNS.items():
-        bare = bare.replace(sign, latex)
-    readings = [_read(f"${bare}$")]
-    if not readings[0] or WORD.search(text):
-        readings.append(_read(text))
-    return [reading for reading in readings if reading]
+def _chosen(text: str) -> set[str]:
+    """Return the letters that a text chooses: C for (C) 12, both for A or B, none for not A."""
+    text = re.sub(r"^(['\"])(.*)\1$", r"\2", text)
+    if re.fullmatch(r"[^\w\\]*[A-Ja-j][^\w'^]*", text):
+        return set(re.findall("[A-J]", text.upper()))
+    if LETTERS.fullmatch(text):
+        return set(re.findall("[A-J]", text))
+    labelled = LABELLED.fullmatch(text)
+    if labelled and not LETTER.search(labelled[2]):
+        return {labelled[1]}
+    text = REASON.sub("", DENIED.sub("", text))
+    return set() if WRONG.search(text) else set(LETTER.findall(text))
 
 
-def _without_e(number: re.Match[str]) -> str:
-    value, digits, exponent = Decimal(number[0]), *re.split("[eE]", number[0])
-    # Beyond that a float is no longer the integer that it is written as.
-    is_large = abs(int(exponent)) > MAX_EXPONENT
-    return rf"{digits}\times 10^{{{int(exponent)}}}" if is_large else format(value, "f")
+def _is_words(truth: str) -> bool:
+    """Return True for words, names and dates; not for numbers with units, sin x or xy."""
+    words = re.findall(r"[^\W\d_]+", truth)
+    return bool(re.fullmatch(r"[^\W\d_][\w'’ .,&-]*", truth)) and any(
+        (len(word) > 2 or ord(word[0]) > 0x3000 or word.lower() in ("no", "up"))
+        and not re.fullmatch(f"{FUNCTIONS}|and|infty", word)
+        for word in words
+    )
 
 
-@lru_cache(maxsize=4096)
-def _read(text: str) -> list[object]:
-    """Return the readings of the last expression in a text."""
-    _load_grammar()
-    kinds = [LatexExtractionConfig(), ExprExtractionConfig()]
-    parsed: list[object] = math_verify.parse(text, kinds, parsing_timeout=PARSE_TIMEOUT_S)
-    return parsed
+def _same_words(given: str, truth: str) -> bool:
+    """Compare the items of two texts; those that the truth joins by `and` have no order."""
+    texts = [TRIVIA.sub("", text.casefold()) for text in (given, truth)]
+    items, wanted = ([" ".join(item.split()) for item in ITEM_END.split(text)] for text in texts)
+    return items == wanted or (" and " in truth and sorted(items) == sorted(wanted))
 
 
-@lru_cache(maxsize=1)
-def _load_grammar() -> None:
-    """Read a first expression, which takes a second or more: no answer is to pay for it."""
-    math_verify.parse(r"$\frac{x}{2}+1$", parsing_timeout=LOAD_TIMEOUT_S)
+def _phrases(text: str, is_boxed: bool) -> Iterator[str]:
+    """Yield what a text may say: all of it and, outside a box, what follows its last verb."""
+    yield text
+    if is_boxed:
+        return
+    for part in (text, re.sub(r"\bbut\b", "", DENIED.sub("", text))):
+        part = REASON.sub("", part)
+        yield part.strip(" ,")
+        end = max((found.end() for found in VERB.finditer(part)), default=0)
+        if not DENIED.search(part[:end]):
+            yield part[end:].strip(" ,")
+    said = {word.lower() for word in YES_OR_NO.findall(text)}
+    if len(said) == 1 and YES_OR_NO.match(text):
+        yield said.pop()
+
+
+def _all_same(text: str, truth: str) -> bool:
+    """Return True for alternatives that all equal the truth: 1/2 or 0.5."""
+    parts = re.split(r"\bor\b", text)
+    return len(parts) > 1 and all(same_mathematics(part, truth) for part in parts)
+
+
+def _value(text: str, truth: str) -> str:
+    """Return the last mathematics of a sentence, with its unit; all of them where it hedges."""
+    text = REASON.sub("", DENIED.sub("", re.sub(r"^\d+[.)] (?=.)", "", text)))
+    text = text if "!" in truth else text.rstrip("!")
+    if WRONG.search(text):
+        return ""
+    starts = [0, *(found.end() for found in PROSE.finditer(text))]
+    ends = [*(found.start() for found in PROSE.finditer(text)), len(text)]
+    values = []
+    for start, end in zip(starts, ends, strict=True):
+        value = re.sub(
+            r"^(?:[\s,;)]|and\b|or\b)+|(?:[\s,;(/=+*-]|\band|\bor)+$", "", text[start:end]
+        )
+        if value.count("{") != value.count("}"):
+            value = value.strip("{}")
+        if VALUE.search(value) and not BOUND.search(text[:start]):
+            unit = UNIT_AFTER.match(text, end)
+            values.append(f"{value} {unit[0]}" if unit else value)
+    values = [value for value in values if len(value) > 1 or value.isdigit()] or values
+    if HEDGE.search(text):
+        return " or ".join(values)
+    return values[-1] if values else ""

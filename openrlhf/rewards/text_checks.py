@@ -3,6 +3,9 @@
 import re
 from collections.abc import Sequence
 
+FENCE = re.compile(r"(\s*)(`{3,}|~{3,})[ \t]*\{?\.?([^\s`{}]*)[^`]*")
+NAMES = {"python": {"python", "python3", "py", "py3"}}
+
 
 def matches(text: str, pattern: str) -> float:
     """Return 1.0 if a regular expression is found anywhere; `.` matches line ends too."""
@@ -14,10 +17,16 @@ def matches_whole(text: str, pattern: str) -> float:
     return float(re.fullmatch(pattern, text.strip(), re.DOTALL) is not None)
 
 
-def has_tags_in_order(text: str, tags: Sequence[str] = ("think", "answer")) -> float:
+def has_tags_in_order(
+    text: str, tags: Sequence[str] = ("think", "answer"), prompt: str = ""
+) -> float:
     """Return 1.0 if the text is exactly `<think>...</think> <answer>...</answer>`: every tag once,
     in this order, nothing but blanks between them.
+
+    If the prompt ends with the first opening tag, as the chat templates of some models do, the text
+    goes on from there.
     """
+    text = prompt[len(prompt.rstrip().removesuffix(f"<{tags[0]}>")) :] + text
     for tag in tags:
         if text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
             return 0.0
@@ -31,6 +40,24 @@ def tag_content(text: str, tag: str) -> str | None:
 
 
 def code_block(text: str, language: str = "python") -> str | None:
-    """Return the last fenced block of a language, or of none; None without a block."""
-    found = re.findall(rf"```(?:{re.escape(language)})?[ \t]*\n(.*?)```", text, re.DOTALL)
-    return found[-1] if found else None
+    """Return the last fenced block of a language, or without one the last block of no language;
+    None without either, or if the block is cut off.
+
+    `py` and `python3` are Python, in capitals or not. What a model quotes as output after its
+    program, in a block of no language, is not taken for the program.
+    """
+    names = NAMES.get(language.lower(), {language.lower()})
+    blocks: dict[bool, str] = {}
+    indent, fence, name, lines = "", "", "", list[str]()
+    for line in re.split(r"\r?\n", text):
+        found = FENCE.fullmatch(line)
+        if not fence and found:
+            indent, fence, name = found[1], found[2], found[3].lower()
+            lines = []
+        elif fence and re.fullmatch(rf"\s*{fence}{fence[0]}*\s*", line):
+            if name in names or not name:
+                blocks[bool(name)] = "".join(lines)
+            fence = ""
+        else:
+            lines.append(line.removeprefix(indent) + "\n")
+    return blocks.get(True, blocks.get(False))

@@ -1,16 +1,138 @@
 """Reading mathematical answers: pure functions on text that reward files import."""
 
-BOXED = "\\boxed"
+import re
+import unicodedata
+
+BOX = re.compile(r"\\+(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+BOX_COMMAND = re.compile(r"\\+(?:boxed|fbox)\s*(?=\{)")
+BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)?[\s$,;]*")
+MAX_TAIL = 2000  # characters at the end of a text in which its conclusion is looked for
+END_TOKEN = re.compile(r"<\|[\w-]+\|>\s*$|</s>\s*$")
+EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(-])|`|(?<!\w)__?|__?(?![\w{])")
+BARE_BOX = re.compile(r"\\boxed\s*(\d+|[A-Z])(?!\w)")
+DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$|\\begin\{(\w+)\}.*?\\end\{\1\}", re.DOTALL)
+ANNOUNCED = re.compile(
+    r"####(?!#)|<answer>|答案(?:应该|应)?(?:是|为)?|故?选择?(?=[\s:：(（]*[A-J])|答(?=[:：])"
+    r"|\b(?:answers?|solutions?)\b(?:(?!not\b|n['’]t)[^.\n:=]|\.\d){0,60}?(?:\bis\b|\bare\b|\bbe\b|[:：=]|\n)",
+    re.IGNORECASE,
+)
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\\$(\[*]|$)|。|\n|</")
+
+# Signs that mathematics writes in many ways.
+VULGAR, SUPER, SUB = re.compile("[¼-¾⅐-⅞]"), re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), re.compile("[₀-₉]+")
+SIGNS = {"−": "-", "–": "-", "⁄": "/", "∕": "/", "。": ".", "、": ",", "∶": ":", "≈": r"\approx "}
+SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt "}
+SIGNS |= {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∪": r"\cup "}
+SIGNS |= {"∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ", "’": "'"}
+FUNCTIONS = "sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|pi"
+TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|[br]m)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
+PLAIN = [
+    (re.compile(pattern), plain)
+    for pattern, plain in [
+        (r"<<[^<>\n]*>>", ""),  # GSM8K's calculations
+        (r"\{,\}(?=\d{3}(?!\d))", ","),
+        (r"\{,\}", "."),
+        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|!)(?![A-Za-z])\.?", ""),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"(?<!\\)\\(?:(?:q?quad|enspace|thinspace)(?![A-Za-z])|[,;: ])|~", " "),
+        (r"(?<!\\)\\[()\[\]]", " "),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", "°"),
+        (r"\\([%$#&])", r"\1"),
+        (r"\\([lg])eq(?:slant)?(?![A-Za-z])", r"\\\1e "),
+        (r"\\neq(?![A-Za-z])|!=|\\not\s*=", r"\\ne "),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\{:\}", ":"),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
+        (r"\*\*", "^"),
+        (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+        (r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty "),
+        (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\b([ap])\.\s?m\.?(?![A-Za-z])", r"\1m"),
+        (r"\s+", " "),
+    ]
+]
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    """Return what the last \\boxed{...} of a text holds, with balanced braces; None without one."""
-    start = text.rfind(BOXED + "{")
-    if start < 0:
-        return None
-    depth = 0
-    for position in range(start + len(BOXED), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start + len(BOXED) + 1 : position]
-    return None
+    """Return what the last \\boxed{...} of a text holds, with balanced braces; None without one,
+    or if it is cut off.
+
+    A box in a box is part of the outer one.
+    """
+    boxes = _boxes(text)
+    return boxes[-1][2] if boxes else None
+
+
+def final_answers(text: str) -> tuple[bool, list[str]]:
+    """Return True with the last box of a text, or False with the sentences that may hold its
+    answer: first the one that announces it, then the last ones, last first.
+
+    Boxes with nothing but `and`, `or` or a comma between them are one list.
+    """
+    text = END_TOKEN.sub("", text)
+    thought, _, said = text.rpartition("</think>")
+    text = said if said.strip() else thought or text
+    text = BARE_BOX.sub(r"\\boxed{\1}", text)
+    boxes = _boxes(text)
+    if boxes or BOX_COMMAND.search(text):
+        return True, [_last_boxes(text, boxes)]
+    text = EMPHASIS.sub("", text[-MAX_TAIL:])
+    text = DISPLAY.sub(lambda found: found[0].replace("\n", " "), text)
+    sentences = [part.strip() for part in SENTENCE.split(text) if part and part.strip()][::-1]
+    announced = list(ANNOUNCED.finditer(text))
+    sentences = [sentence for sentence in sentences if not sentence.endswith(("?", "？"))]
+    if announced:
+        said = text[announced[-1].end() :].lstrip(" \n\t:：=")
+        sentences.insert(0, SENTENCE.split(said, maxsplit=1)[0].strip())
+    return False, sentences or [""]
+
+
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    """Return start, end and content of the outermost boxes; none if the last one is not closed."""
+    boxes: list[tuple[int, int, str]] = []
+    opened: list[re.Match[str]] = []
+    for found in BOX.finditer(text):
+        if found[0] == "}":
+            start = opened.pop() if opened else found
+            if start[0].startswith("\\"):
+                content = BOX_COMMAND.sub("", text[start.end() : found.start()]).strip()
+                while boxes and boxes[-1][0] > start.start():
+                    inner = boxes.pop()[2]
+                    content = inner if content == f"{{{inner}}}" else content
+                boxes.append((start.start(), found.end(), content))
+        elif found[0].endswith("{") and found[0] != "\\{":
+            opened.append(found)
+    is_cut = any(o[0] != "{" and (not boxes or o.start() > boxes[-1][1]) for o in opened)
+    return [] if is_cut else boxes
+
+
+def _last_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
+    """Return the content of the last box, joined with those that it continues."""
+    contents: list[str] = []
+    next_start = len(text)
+    for start, end, content in reversed(boxes):
+        if contents and not BETWEEN_BOXES.fullmatch(text, end, next_start):
+            break
+        if content not in contents:
+            contents.insert(0, content)
+        next_start = start
+    return ", ".join(contents)
+
+
+def plain_math(text: str) -> str:
+    """Return a text with one form for each sign: no layout commands, no Unicode of mathematics."""
+    text = VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    text = SUPER.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = SUB.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "So") or c == "°")
+    text = unicodedata.normalize("NFKC", text)
+    for sign, plain in SIGNS.items():
+        text = text.replace(sign, plain)
+    text = TEXT.sub(r" \1 ", TEXT.sub(r" \1 ", text))
+    for pattern, plain in PLAIN:
+        text = pattern.sub(plain, text)
+    return text.strip()
