@@ -14,7 +14,7 @@ from itertools import product
 from operator import itemgetter
 from typing import Any
 
-from openrlhf.utils.tokenizer import TemplateError, Tokenizer, render_chat
+from openrlhf.utils.tokenizer import TemplateError, Tokenizer, names, render_chat
 
 Message = dict[str, object]
 
@@ -178,7 +178,9 @@ def writing_of(tokenizer: Tokenizer, template: str, shape: str) -> Writing:
         lost = next(_lost(text, fields), None)
         if lost is None:
             unread = {f.key for f in fields if f.key and not _is_read(f, text, template)}
-            unread |= {f"'{n}' of chat_template_kwargs" for n in variables if n not in template}
+            unread |= {
+                f"'{n}' of chat_template_kwargs" for n in variables if not names(template, n)
+            }
             flags = (writing.has_parts, writing.has_text_arguments, writing.has_text_results)
             return Writing(*flags, unread=frozenset(unread))
         problems.append(lost)
@@ -217,4 +219,4 @@ def _is_read(field: Field, text: str, template: str) -> bool:
     """
     if field.sentinel:
         return field.sentinel in text
-    return field.key.partition("'")[2].partition("'")[0] in template
+    return names(template, field.key.partition("'")[2].partition("'")[0])

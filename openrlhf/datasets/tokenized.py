@@ -43,7 +43,7 @@ from openrlhf.datasets.chat import (
 from openrlhf.datasets.loading import ExactJson, raise_bad_rows, row_place
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
-from openrlhf.utils.logging import notice
+from openrlhf.utils.logging import say_notices
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
 PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text", "instruction")
@@ -510,13 +510,18 @@ class TokenizedDataset(ABC):
         num_rows, form = len(self._rows), self._format
         fields = {name for names in set(self._facts["unread"]) for name in names.splitlines()}
         if unread := [*map(repr, self._unread), *sorted(fields)]:
-            self.notices.append(f"not read: {', '.join(unread)}")
+            has_meaning = {*PROMPT_COLUMNS, *DIALOGUE_COLUMNS} & {*self._unread}
+            told = f"not read: {', '.join(unread)}"
+            self.notices.append(Caution(told) if has_meaning else told)
         if num_spelled := sum(self._facts["is_spelled"]):
             how = "text"
             if form.allow_special_tokens and not form.apply_chat_template:
                 how = "control tokens. --allow_special_tokens false reads them as text"
             told = f"{num_spelled} of {num_rows} rows spell control tokens, which are read as"
             self.notices.append(f"{told} {how}")
+        if (end := self._encoder.new_end) and form.apply_chat_template:
+            told = f"{end} ends turns in the chat template, and the model's own settings do not"
+            self.notices.append(f"{told} know it: responses end with it, and exports say so")
         for reason, count in sorted(self.dropped.items()):
             self.notices.append(Caution(f"{count} of {num_rows} rows were left out: {reason}"))
         if self.num_truncated:
@@ -541,7 +546,7 @@ def write_bad_rows(path: Path, *data_sets: Any) -> None:
     ]
     if lines:
         path.write_text("".join(json.dumps(line, default=str) + "\n" for line in lines))
-        notice(f"bad rows that were left out: {len(lines)}; they are in {path}")
+        say_notices([f"bad rows that were left out: {len(lines)}; they are in {path}"])
 
 
 def columns_of(rows: Dataset, form: RowFormat) -> list[str]:

@@ -27,6 +27,7 @@ from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
 from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress, tracked
+from openrlhf.utils.tokenizer import turn_end_id
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 MAX_SHARD_SIZE = "5GB"
@@ -101,7 +102,7 @@ def write_folder(
     temporary.mkdir(parents=True)
     generation_config = getattr(hf_model, "generation_config", None)
     if generation_config is not None:
-        mend_generation_config(generation_config)
+        mend_generation_config(generation_config, tokenizer)
     hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
     config = base_model_of(hf_model).config
     if "value_head_prefix" in config.to_dict():  # an adapter's files have no place for it either
@@ -115,10 +116,17 @@ def write_folder(
     _move_in(temporary, path)
 
 
-def mend_generation_config(config: GenerationConfig) -> None:
-    """Set `do_sample` where a published config names a temperature and forgets it: transformers
-    reads such a config, but will not write it.
+def mend_generation_config(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the tokens that end responses in training, so that the model stops there. Set `do_sample`
+    where a published config names a temperature and forgets it: transformers reads such a config,
+    but will not write it.
     """
+    known = config.eos_token_id
+    ends = [*known] if isinstance(known, (list, tuple)) else [known]
+    ends = [*dict.fromkeys([*ends, tokenizer.eos_token_id, turn_end_id(tokenizer)])]
+    ends = [token_id for token_id in ends if token_id is not None]
+    if len(ends) > 1:
+        config.eos_token_id = ends
     names = ("temperature", "top_p", "top_k", "min_p", "typical_p")
     given = [getattr(config, name, None) for name in names]
     if not config.do_sample and any(value not in (None, 1.0, 50) for value in given):

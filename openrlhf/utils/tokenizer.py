@@ -94,7 +94,7 @@ def _with_defaults(tokenizer: Tokenizer, variables: str) -> str | dict[str, str]
             f"--chat_template_kwargs {variables} is no JSON object of variables. Type one such as "
             """'{"enable_thinking": false}'."""
         )
-    if unread := [name for name in found if name not in str(template)]:
+    if unread := [name for name in found if not names(str(template), name)]:
         raise ConfigError(
             f"--chat_template_kwargs sets {', '.join(unread)}, which the chat template of "
             f"{tokenizer.name_or_path} does not read. Leave it out."
@@ -142,10 +142,39 @@ def eos_token_ids(
     trust_remote_code: bool = False,
 ) -> tuple[int, ...]:
     """Return every id that ends a response: the tokenizer's, those of the generation config or
-    the config.
+    the config, and the one that ends turns in the chat template.
     """
-    found = [tokenizer.eos_token_id, *_configured_eos(model_name_or_path, trust_remote_code)]
+    own = _configured_eos(model_name_or_path, trust_remote_code)
+    found = (tokenizer.eos_token_id, *own, turn_end_id(tokenizer))
     return tuple(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
+
+
+def names(template: str, name: str) -> bool:
+    """Return True if a chat template has a word."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def turn_end_id(tokenizer: Tokenizer) -> int | None:
+    """Return the special token that the chat template writes behind the assistant's words; None
+    where it writes none.
+    """
+    mark = "ANSWER"
+    for content in (mark, [{"type": "text", "text": mark}]):
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        try:
+            text, _ = render_chat(tokenizer, turns, template=chat_template_of(tokenizer))
+        except (TemplateError, ConfigError):  # no template, or one that is refused where it is used
+            continue
+        if mark in text:
+            ids = encode_text(tokenizer, text.rpartition(mark)[2], allow_special_tokens=True)
+            return next((i for i in ids if i in special_ids(tokenizer)), None)
+    return None
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids of all tokens that are no text."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(i for i, token in added if token.special) | {*tokenizer.all_special_ids}
 
 
 def unused_sampling(model_name_or_path: str, *, repetition_penalty: float = 1.0) -> list[str]:
@@ -301,10 +330,12 @@ class TextEncoder:
         self.num_spelled = 0  # texts of the data that spelled special tokens so far
         self.unread: set[str] = set()  # names of what was left out of dialogues so far
         self.leading_ids = leading_token_ids(tokenizer)
-        self.special_ids = frozenset(
-            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-        ) | frozenset(tokenizer.all_special_ids)
+        self.special_ids = special_ids(tokenizer)
         self.end_ids = eos_token_ids(tokenizer.name_or_path, tokenizer)
+        own = {tokenizer.eos_token_id, *_configured_eos(tokenizer.name_or_path)}
+        # Ends turns in the template, and the model's own settings do not know it.
+        new = [token_id for token_id in self.end_ids if token_id not in own]
+        self.new_end = str(tokenizer.convert_ids_to_tokens(new[0])) if new else None
         texts = {str(tokenizer.added_tokens_decoder.get(i, "")) for i in self.special_ids}
         texts |= set(tokenizer.all_special_tokens)
         self._special_texts = sorted(filter(None, texts), key=len, reverse=True)
@@ -410,7 +441,8 @@ def _folder_with_tokenizer(name_or_path: str) -> str:
     return name_or_path if base is None or has_own else _folder_with_tokenizer(base)
 
 
-def _configured_eos(model_name_or_path: str, trust_remote_code: bool) -> list[int | None]:
+def _configured_eos(model_name_or_path: str, trust_remote_code: bool = False) -> list[int | None]:
+    """Return the ends of responses that a model's folder names."""
     if (base := base_of_adapter(model_name_or_path)) is not None:
         return _configured_eos(base, trust_remote_code)
     try:

@@ -1,5 +1,6 @@
 """What is exported or handed to engines has the names and numbers of the files it came from."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.collectives import shut_down
-from openrlhf.distributed.export import export_hf, without_folders
+from openrlhf.distributed.export import export_hf, without_folders, write_folder
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import full_parameters, stored_parameters
 from openrlhf.models.actor import Actor
@@ -139,6 +140,20 @@ def test_a_lora_model_is_exported_as_a_peft_adapter(folder: Path, lora: peft.Pef
     loaded = peft.PeftModel.from_pretrained(base, path)
     token_ids = torch.arange(10)[None]
     torch.testing.assert_close(loaded(token_ids).logits, lora(token_ids).logits)
+
+
+@pytest.mark.parametrize(("known", "written"), [(0, [0, 1]), ([0, 2], [0, 2, 1]), (1, 1)])
+def test_an_export_stops_at_the_token_that_ends_turns(
+    tmp_path: Path, known: int | list[int], written: int | list[int]
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "base"))
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    if known != 1:
+        tokenizer.eos_token = "<|pad|>"  # as of a base model; turns end with <|end|>
+    model.generation_config.eos_token_id = known
+    write_folder(model, model.state_dict(), tokenizer, tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert told["eos_token_id"] == written
 
 
 def test_the_model_card_names_no_folder_of_the_machine() -> None:

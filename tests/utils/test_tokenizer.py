@@ -13,6 +13,7 @@ from openrlhf.utils.tokenizer import (
     eos_token_ids,
     leading_token_ids,
     load_tokenizer,
+    turn_end_id,
     unused_sampling,
 )
 from tests.tiny import make_model, make_tokenizer
@@ -73,6 +74,37 @@ def test_special_tokens_in_plain_text_keep_their_meaning_when_allowed(tmp_path):
     assert encoder.encode_prompt(encoder.hide("a<|end|>"))[-1] != 1  # of a message
     assert encode_text(encoder.tokenizer, "<|end|>", allow_special_tokens=True) == [1]
     assert 1 not in encode_text(encoder.tokenizer, "<|end|>")
+
+
+@pytest.mark.parametrize("icon", ["\U000f0001", "\U000f0000", "\ufdd0", "\ufdd0\U000f0001"])
+def test_private_characters_of_the_data_are_text(tmp_path, icon):
+    encoder = TextEncoder(make_tokenizer(tmp_path))
+    text = f"icon {icon} <|end|>"
+    hidden = encoder.hide(text)
+    assert encoder.reveal(hidden) == text
+    ids = encoder.encode_prompt(hidden)
+    assert encoder.tokenizer.decode(ids) == text
+    assert not encoder.special_ids & {*ids}
+    assert encoder.tokenizer.decode(encoder.encode_prompt(encoder.plain(icon))) == icon
+    trusting = TextEncoder(encoder.tokenizer, allow_special_tokens=True)
+    assert trusting.encode_prompt(trusting.plain(icon)) == encode_text(encoder.tokenizer, icon)
+
+
+CHATML = (
+    "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+)
+
+
+def test_the_token_that_ends_turns_ends_responses_too(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    tokenizer.eos_token, tokenizer.chat_template = "<|pad|>", CHATML
+    assert turn_end_id(tokenizer) == 1
+    assert eos_token_ids(str(tmp_path), tokenizer) == (0, 1)
+    parts = CHATML.replace("m.content", "m.content[0].text")
+    for template, end in ((parts, 1), (TURNS, None), ("{{ 1 / 0 }}", None), (None, None)):
+        tokenizer.chat_template = template
+        assert turn_end_id(tokenizer) == end
 
 
 def test_segments_join_to_the_text_even_when_the_tokenizer_puts_a_space_before_text():

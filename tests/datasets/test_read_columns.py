@@ -1,0 +1,186 @@
+"""What a row holds is read by its meaning, or said not to be read."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from openrlhf.config.base import Caution
+from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.reward_dataset import PreferenceDataset
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.tokenized import RowFormat, write_bad_rows
+from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
+from openrlhf.errors import ConfigError, DataError
+from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
+from tests.tiny import CHAT_TEMPLATE, make_tokenizer
+
+ALPACA = {"instruction": "To French", "input": "cat", "output": "chat"}
+SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+ASKED = [{"role": "user", "content": "q"}]
+DIALOGUE = [*ASKED, {"role": "assistant", "content": "a"}]
+
+
+def sft(tokenizer: Tokenizer, *rows: dict, **options: object) -> tuple[str, list[str]]:
+    """The text of the first example, and the notices."""
+    form = RowFormat(**{"usual_output": "output", "pretrain_mode": None, **options})
+    data = SFTDataset(Dataset.from_list([*rows]), tokenizer, form)
+    return tokenizer.decode(data[0].token_ids), data.notices
+
+
+def prompt(tokenizer: Tokenizer, row: dict, **options: object) -> tuple[str, list[str]]:
+    data = PromptDataset(Dataset.from_list([row]), tokenizer, RowFormat(**options))
+    return data[0].prompt_text, data.notices
+
+
+def test_alpacas_three_columns_are_read(tokenizer):
+    text, notices = sft(tokenizer, ALPACA)
+    assert text == "To French\ncatchat<|end|>"
+    assert notices == ["'instruction' and 'input' and 'output' read as text"]
+    assert prompt(tokenizer, ALPACA)[0] == "To French\ncat"
+    assert sft(tokenizer, {**ALPACA, "input": ""})[0] == "To Frenchchat<|end|>"
+    record = PromptDataset(Dataset.from_list([ALPACA]), tokenizer, RowFormat())[0]
+    assert record.source == "To French\ncat"
+    assert record.columns == {"input": "cat", "output": "chat"}
+
+
+def test_the_remedy_for_other_response_columns_keeps_the_instruction(tokenizer):
+    row = {"instruction": "To French", "input": "cat", "response": "chat"}
+    with pytest.raises(DataError, match=r"Type --output_key response\.$"):
+        sft(tokenizer, row)
+    assert sft(tokenizer, row, output_key="response")[0] == "To French\ncatchat<|end|>"
+
+
+def test_a_system_column_and_a_history_stand_before_the_dialogue(tokenizer):
+    row = {"conversations": SHAREGPT, "system": "Be terse.", "history": [["a", "b"]]}
+    asked = "<|system|>Be terse.<|end|><|user|>a<|end|><|assistant|>b<|end|><|user|>hi<|end|>"
+    text, notices = sft(tokenizer, row)
+    assert text == f"{asked}<|assistant|>yo<|end|>"
+    assert notices[0].startswith("'conversations' and 'system' and 'history' read as")
+    assert prompt(tokenizer, row)[0] == f"{asked}<|assistant|>"
+    data = PromptDataset(Dataset.from_list([row]), tokenizer, RowFormat())
+    assert [m["role"] for m in data[0].source] == ["system", "user", "assistant", "user"]
+    assert data.asked(0) == data[0].source
+
+
+def test_a_system_column_of_pairs_stands_before_their_question(tokenizer):
+    row = {"system": "Be terse.", "question": "hi", "chosen": "yo", "rejected": "no"}
+    form = RowFormat(apply_chat_template=True)
+    data = PreferenceDataset(Dataset.from_list([row]), tokenizer, form)
+    asked = "<|system|>Be terse.<|end|><|user|>hi<|end|>"
+    assert tokenizer.decode(data[0].chosen_ids) == f"{asked}<|assistant|>yo<|end|>"
+    worse = [SHAREGPT[0], {"from": "gpt", "value": "no"}]
+    whole = {"system": "Be terse.", "chosen": SHAREGPT, "rejected": worse}
+    data = PreferenceDataset(Dataset.from_list([whole]), tokenizer, RowFormat())
+    assert tokenizer.decode(data[0].rejected_ids) == f"{asked}<|assistant|>no<|end|>"
+
+
+def test_columns_and_keys_that_are_not_read_are_listed_in_one_line(tokenizer):
+    parts = [{"type": "text", "text": "q", "cache_control": "x"}]
+    answers = [{"role": "user", "content": parts}]
+    row = {"prompt": answers, "completion": [{"role": "assistant", "content": [{"type": "text",
+           "text": "a"}], "name": "Tom", "score": 1}], "source": "web"}  # fmt: skip
+    text, notices = sft(tokenizer, row)
+    assert text == "<|user|>q<|end|><|assistant|>a<|end|>"
+    left = "'source', 'cache_control' of content parts, 'name' of messages, 'score' of messages"
+    assert notices[1] == f"not read: {left}"
+    text, notices = sft(tokenizer, {**ALPACA, "system": "Be terse.", "tools": "[]"})
+    assert isinstance(notices[1], Caution) and notices[1] == "not read: 'system', 'tools'"
+
+
+def test_of_prompts_only_columns_with_a_meaning_are_listed(tokenizer):
+    row = {"messages": DIALOGUE, "instruction": "x", "level": 3}
+    assert prompt(tokenizer, row)[1][1] == "not read: 'instruction'"
+
+
+THINKING = (
+    "{% if enable_thinking is defined and not enable_thinking %}NO {% endif %}" + CHAT_TEMPLATE
+)
+
+
+def test_a_row_sets_variables_of_the_template(tokenizer):
+    tokenizer.chat_template = THINKING
+    row = {"messages": DIALOGUE, "chat_template_kwargs": {"enable_thinking": False}}
+    assert sft(tokenizer, row)[0].startswith("NO <|user|>")
+    assert prompt(tokenizer, row)[0].startswith("NO <|user|>")
+    assert sft(tokenizer, {"messages": DIALOGUE})[0].startswith("<|user|>")
+    told = json.dumps({"thinking": 1})
+    assert "not read: 'thinking' of chat_template_kwargs" in sft(
+        tokenizer, {"messages": DIALOGUE, "chat_template_kwargs": told}
+    )[1]  # fmt: skip
+    with pytest.raises(DataError, match="'chat_template_kwargs' sets tools, which the row"):
+        sft(tokenizer, {"messages": DIALOGUE, "chat_template_kwargs": '{"tools": []}'})
+
+
+def test_a_flag_sets_variables_of_the_template_for_all_rows_and_for_the_export(tmp_path: Path):
+    made = make_tokenizer(tmp_path)
+    made.chat_template = THINKING
+    made.save_pretrained(tmp_path)
+    path = str(tmp_path)
+    tokenizer = load_tokenizer(path, template_variables='{"enable_thinking": false}')
+    assert sft(tokenizer, {"messages": DIALOGUE})[0].startswith("NO <|user|>")
+    row = {"messages": DIALOGUE, "chat_template_kwargs": {"enable_thinking": True}}
+    assert sft(tokenizer, row)[0].startswith("<|user|>")
+    tokenizer.save_pretrained(tmp_path)
+    exported = load_tokenizer(path)
+    assert exported.apply_chat_template(ASKED, tokenize=False).startswith("NO <|user|>")
+    shown = exported.apply_chat_template(ASKED, tokenize=False, enable_thinking=True)
+    assert shown.startswith("<|user|>")
+    with pytest.raises(ConfigError, match="sets thinking, which the chat template of"):
+        load_tokenizer(path, template_variables='{"thinking": 1}')
+    with pytest.raises(ConfigError, match="no JSON object of variables"):
+        load_tokenizer(path, template_variables="enable_thinking=false")
+
+
+def test_a_name_with_dots_reaches_into_a_column(tokenizer):
+    row = {"prompt": ASKED, "reward_model": {"style": "rule", "ground_truth": "4"}}
+    label = {"label_key": "reward_model.ground_truth"}
+    data = PromptDataset(Dataset.from_list([row]), tokenizer, RowFormat(**label))
+    assert data[0].label == "4"
+    assert data[0].columns["reward_model"] == row["reward_model"]
+    with pytest.raises(DataError, match=r"column 'reward_model\.truth' is not in the data set"):
+        prompt(tokenizer, row, label_key="reward_model.truth")
+    within = {"qa": {"q": "hi", "a": "yo", "good": 1}}
+    text, notices = sft(tokenizer, within, input_key="qa.q", output_key="qa.a")
+    assert (text, notices) == ("hiyo<|end|>", ["'qa.q' and 'qa.a' read as text"])
+    form = RowFormat(input_key="qa.q", output_key="qa.a", label_key="qa.good")
+    assert UnpairedPreferenceDataset(Dataset.from_list([within]), tokenizer, form)[0].is_desirable
+
+
+def test_bad_rows_are_left_out_and_written_where_that_is_asked_for(tokenizer, tmp_path, capfd):
+    rows = [{"messages": DIALOGUE}, {"messages": ASKED + DIALOGUE}]
+    with pytest.raises(DataError, match=r"1 bad rows.*--bad_rows skip"):
+        sft(tokenizer, *rows, usual_output=None)
+    data = SFTDataset(Dataset.from_list(rows), tokenizer, RowFormat(bad_rows="skip"))
+    assert len(data) == 1 and "1 of 2 rows were left out: bad" in data.notices
+    path = tmp_path / "bad_rows.jsonl"
+    write_bad_rows(path, data, None)
+    [line] = map(json.loads, path.read_text().splitlines())
+    assert line["place"] == "row 2" and line["row"] == rows[1]
+    assert line["problem"] == "message 2 is the user's, after the user's"
+    said = " ".join(capfd.readouterr().err.split())
+    assert "note: bad rows that were left out: 1; they are in" in said
+    write_bad_rows(path, SFTDataset(Dataset.from_list(rows[:1]), tokenizer, RowFormat()))
+    assert not path.exists()
+
+
+def test_bad_rows_are_listed_by_kind(tokenizer):
+    rows = [{"messages": ASKED * n + DIALOGUE} for n in range(1, 31)]
+    rows.append({"messages": [{"role": "x"}]})
+    with pytest.raises(DataError) as caught:
+        sft(tokenizer, *rows)
+    head, *lines = str(caught.value).splitlines()
+    assert head.startswith("data set: 31 bad rows.")
+    assert len(lines) == 12
+    assert lines[9:] == [
+        "row 10: message 2 is the user's, after the user's",
+        "... and 20 more of this kind",
+        "row 31: unknown role 'x'; roles are system, developer, user, assistant, tool",
+    ]
+
+
+def test_the_token_that_ends_turns_is_said_where_the_model_does_not_know_it(tokenizer):
+    tokenizer.eos_token = "<|pad|>"
+    told = "<|end|> ends turns in the chat template, and the model's own settings do not know it"
+    assert any(line.startswith(told) for line in sft(tokenizer, {"messages": DIALOGUE})[1])
