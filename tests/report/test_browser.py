@@ -267,6 +267,9 @@ def test_a_served_page_asks_its_own_server_only(browser, address):
     browser.open(address, "samples")
     browser.wait(lambda: len(cells(browser, "prompt")) == 3)
     assert browser.requests() == {address, address + "groups"}
+    browser.open(address)
+    browser.wait(lambda: len(browser.texts("#extremes .card")) == 12)
+    assert browser.requests() == {address, address + "samples"}
 
 
 def test_a_hundred_thousand_samples_are_paged_through(browser, tmp_path):
