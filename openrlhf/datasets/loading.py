@@ -7,6 +7,7 @@ no column but `id`: what else a row must hold is the business of the data set cl
 """
 
 import csv
+import errno
 import gzip
 import hashlib
 import json
@@ -300,7 +301,7 @@ def _from_hub(name: str, split: str) -> Dataset:
         return datasets.load_dataset(repository, subset or None, split=split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else None
-        raise ConfigError(
+        raise _cache_trouble(reason or error) or ConfigError(
             f"data set {name} cannot be loaded from the hub (split '{split}'): "
             f"{first_line(reason or error)} "
             "Check the name and the split, or give a local path."
@@ -308,16 +309,48 @@ def _from_hub(name: str, split: str) -> Dataset:
 
 
 def read_file(path: Path) -> Dataset:
-    """Return the rows of a data file; raise DataError that lists its bad lines."""
+    """Return the rows of a data file; raise DataError that lists its bad lines, or ConfigError for
+    what is not about the file.
+    """
     try:
         before = path.stat()
         rows = _load_file(path)
         after = path.stat()
-    except (OSError, EOFError, zlib.error, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}. Write it again.") from error
+    except (*_DAMAGED, OSError, EOFError, zlib.error, csv.Error) as error:
+        reason = error.__cause__ or error
+        raise _cache_trouble(reason, path) or _file_trouble(path, reason) from error
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DataError(f"{path} changed while it was read. Start again once it is written.")
     return rows
+
+
+def _cache_trouble(error: BaseException, path: Path | None = None) -> ConfigError | None:
+    """Return the error of the library's own files, if it is one: not of `path`, which is read."""
+    is_system = isinstance(error, OSError) and error.errno not in (None, errno.EIO)
+    if not is_system or (path is not None and error.filename == str(path)):
+        return None
+    return cache_error(cast(OSError, error))
+
+
+def cache_error(error: OSError) -> ConfigError:
+    """Return the error of a cache that cannot be written."""
+    place = error.filename or datasets.config.HF_DATASETS_CACHE
+    return ConfigError(
+        f"the cache of data sets cannot be written: {place}: {error.strerror}. Set "
+        "HF_DATASETS_CACHE to a folder with room that you may write to."
+    )
+
+
+def _file_trouble(path: Path, error: BaseException) -> DataError:
+    """Return the error of a file that cannot be read."""
+    told = f"{path} cannot be read: {first_line(error).rstrip('.')}."
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
+        return DataError(f"{told} Allow yourself to read it.")
+    if isinstance(error, pa.ArrowInvalid):
+        return DataError(f"{path} is damaged: {first_line(error).rstrip('.')}. Write it again.")
+    if isinstance(error, (OSError, EOFError, zlib.error, csv.Error)):
+        return DataError(f"{told} Write it again.")
+    return DataError(f"{told} Write its columns with text, numbers, lists or objects.")
 
 
 def _load_file(path: Path) -> Dataset:
@@ -333,8 +366,7 @@ def _load_file(path: Path) -> Dataset:
     except _DAMAGED as error:
         if "corresponds to no data" in str(error):
             return Dataset.from_dict({})
-        reason = first_line(error.__cause__ or error)
-        raise DataError(f"{path} is damaged: {reason}. Write it again.") from error
+        raise
 
 
 @dataclass
@@ -453,10 +485,24 @@ def _json_values(path: Path, problems: list[str]) -> Iterator[tuple[str, object]
                     reason = f"{error.msg}, column {error.colno}"  # of the line that `place` names
                 problems.append(f"{place}: not JSON: {reason} (record at byte {offset})")
                 continue
+            found = [(place, value)]
             if is_array:
-                yield from ((f"{path}: row {i}", item) for i, item in enumerate(value, start=1))
-            else:
-                yield place, value
+                found = [(f"{path}: row {i}", item) for i, item in enumerate(value, start=1)]
+            may_break = b"\\ud" in line.lower()
+            for place, item in found:
+                if may_break and not _is_text(item):
+                    problems.append(f"{place}: half a character (a surrogate without its other)")
+                else:
+                    yield place, item
+
+
+def _is_text(value: object) -> bool:
+    """Return False for a value with half a character, which JSON can spell and no text holds."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _lines(path: Path, file: BinaryIO, problems: list[str]) -> Iterator[tuple[str, int, bytes]]:

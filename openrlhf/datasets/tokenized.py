@@ -40,7 +40,7 @@ from openrlhf.datasets.chat import (
     to_messages,
     without_answer,
 )
-from openrlhf.datasets.loading import ExactJson, raise_bad_rows, row_place
+from openrlhf.datasets.loading import ExactJson, cache_error, raise_bad_rows, row_place
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
 from openrlhf.utils.logging import say_notices
@@ -432,9 +432,9 @@ class TokenizedDataset(ABC):
         rows, key = self._rows, self._cache_key()
         is_parallel = len(rows) >= PARALLEL_ROWS
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "openrlhf"
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{key}.lock", timeout=LOCK_S):
-            try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / f"{key}.lock", timeout=LOCK_S):
                 return rows.map(
                     self._tokenise,
                     desc=f"tokenising {self.subject}",
@@ -444,10 +444,12 @@ class TokenizedDataset(ABC):
                     num_proc=min(os.cpu_count() or 1, MAX_PROCESSES) if is_parallel else None,
                     cache_file_name=str(folder / f"{key}.arrow"),
                 )
-            except Exception as error:
-                if isinstance(error.__context__, KeyboardInterrupt):
-                    raise KeyboardInterrupt from None
-                raise
+        except Exception as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            if isinstance(error, OSError) and error.errno is not None:
+                raise cache_error(error) from error
+            raise
 
     def _cache_key(self) -> str:
         """Return a hash of all that decides the result, this code included."""
@@ -611,6 +613,13 @@ def number_of(value: object) -> float | None:
         return float(words.get(str(value).strip().lower(), value))  # type: ignore[arg-type]
     except (ValueError, TypeError):
         return None
+
+
+def repeats(held_out: Any, training: Any) -> list[Caution]:
+    """Return the line that evaluation data has the rows of the training data, if it is so."""
+    if held_out.fingerprint != training.fingerprint:
+        return []
+    return [Caution("--eval_dataset has the rows of the training data: give it others, if you can")]
 
 
 def news(lines: Iterable[str], said: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.command_data import EVALUATION, PRETRAIN, TRAINING, ppo_data
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
-from openrlhf.datasets.tokenized import news
+from openrlhf.datasets.tokenized import news, repeats
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_cpu import check_head_size
@@ -117,7 +117,8 @@ def gather_inputs(
     say_notices([*unused_sampling(config.policy_path), *prompts.notices])
     for data, about in ((eval_prompts, "evaluation: "), (texts, "--pretrain_data: ")):
         if data is not None:
-            say_notices(news(data.notices, prompts.notices), about=about)
+            told = [*news(data.notices, prompts.notices), *repeats(data, prompts)]
+            say_notices(told, about=about)
     rollout, held_out = config.rollout, config.eval
     trust = config.trust_remote_code
     sampling = SamplingSettings(

@@ -17,7 +17,7 @@ from torch import nn
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.command_data import supervised_data
-from openrlhf.datasets.tokenized import news, write_bad_rows
+from openrlhf.datasets.tokenized import news, repeats, write_bad_rows
 from openrlhf.distributed.checkpoints import (
     DataFacts,
     RunCheckpoints,
@@ -193,7 +193,7 @@ def say_inputs(recipe: Recipe, config: ConfigT, inputs: Inputs) -> None:
         notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")
     if inputs.eval_samples:
         new = news(inputs.eval_samples.notices, inputs.samples.notices)
-        say_notices(new, about="evaluation: ")
+        say_notices([*new, *repeats(inputs.eval_samples, inputs.samples)], about="evaluation: ")
 
 
 def say_start(trainer: BaseTrainer[Any, Any]) -> None:

@@ -2,13 +2,18 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from openrlhf.datasets.loading import load_rows, row_place
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
-from tests.tiny import write_jsonl
+from tests.tiny import make_tokenizer, write_jsonl
 
 ROWS = [{"input": "a", "label": 1}, {"input": "b", "label": 2}]
 
@@ -313,3 +318,40 @@ def test_ids_that_are_there_twice_are_listed_unless_they_may_be(tmp_path):
     for ids in ([1, 2], [None, None], [["a"], ["a"]]):  # lists are no ids
         path = write_jsonl(path, [{"id": value} for value in ids])
         assert len(load_rows(f"{path},{path}")) == 4  # a data set twice is meant
+
+
+def test_half_a_character_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": "x"}\n{"a": "x\\ud83d"}\n{"a": "\\ud83d\\ude00"}\n')
+    with pytest.raises(DataError) as caught:
+        load_rows(str(path))
+    told = f"{path}:2: half a character (a surrogate without its other)"
+    assert caught.value.problems[1:] == [told]
+    array = tmp_path / "rows.json"
+    array.write_bytes(b'[{"a": "x"}, {"a": ["\\uD83D"]}]')
+    with pytest.raises(DataError, match=r"rows\.json: row 2: half a character"):
+        load_rows(str(array))
+
+
+def test_a_column_that_the_library_does_not_know_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    column = pa.array([[("a", 1)]], type=pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"m": column}), path)
+    with pytest.raises(DataError, match=r"cannot be read: Arrow type map.*'m'.*Write its columns"):
+        load_rows(str(path))
+
+
+@pytest.mark.parametrize("cache", ["/proc/nowhere", "/dev/null/cache"])
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_file(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}])
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    rows = datasets.Dataset.from_list([{"text": "a"}])
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    told = f"the cache of data sets cannot be written: {cache}.*Set HF_DATASETS_CACHE to a folder"
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_rows(str(path))
+    assert "rows.jsonl" not in str(caught.value)
+    with pytest.raises(ConfigError, match=told):
+        SFTDataset(rows, tokenizer, RowFormat(pretrain_mode=True))

@@ -10,7 +10,7 @@ from openrlhf.config.base import Caution
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.reward_dataset import PreferenceDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
-from openrlhf.datasets.tokenized import RowFormat, write_bad_rows
+from openrlhf.datasets.tokenized import RowFormat, repeats, write_bad_rows
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
@@ -184,3 +184,12 @@ def test_the_token_that_ends_turns_is_said_where_the_model_does_not_know_it(toke
     tokenizer.eos_token = "<|pad|>"
     told = "<|end|> ends turns in the chat template, and the model's own settings do not know it"
     assert any(line.startswith(told) for line in sft(tokenizer, {"messages": DIALOGUE})[1])
+
+
+def test_evaluation_rows_that_are_the_training_rows_are_said(tokenizer):
+    data, same, other = (
+        SFTDataset(Dataset.from_list([{"messages": rows}]), tokenizer, RowFormat())
+        for rows in (DIALOGUE, DIALOGUE, SHAREGPT)
+    )
+    told = "--eval_dataset has the rows of the training data: give it others, if you can"
+    assert (repeats(same, data), repeats(other, data)) == ([told], [])

@@ -139,7 +139,7 @@ def test_prompts_of_a_saved_config_are_rendered_as_they_were(
     rows = [{"prompt": QUESTION}] * 4
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     long_row = {"prompt": [{"role": "user", "content": "q" * 99}]}
-    held_out = write_jsonl(tmp_path / "held_out.jsonl", [*rows, long_row])
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [*rows[:3], long_row])
     words = f"--eval_dataset {held_out} --prompt_max_len 64 --generate_max_len 8 "
     words += f"--pretrain {tiny_model_dir} --prompt_data {data} --save_path {tmp_path / 'run'} "
     words += "--remote_rm_url http://localhost:1 --vllm_num_engines 0 --rollout_batch_size 4 "
@@ -148,7 +148,7 @@ def test_prompts_of_a_saved_config_are_rendered_as_they_were(
     assert first_prompt(config) == "<|user|>q<|end|><|assistant|>"
     assert [line for line in capsys.readouterr().err.splitlines() if line] == [
         f"note: 'prompt' {SAID}",
-        "warning: evaluation: 1 of 5 rows were left out: over-long",
+        "warning: evaluation: 1 of 4 rows were left out: over-long",
     ]
     save_resolved(config, tmp_path / "config.yaml")
     again = parse_config(PPOConfig, ["--config", str(tmp_path / "config.yaml")]).config

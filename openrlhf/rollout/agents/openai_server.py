@@ -367,19 +367,8 @@ def checked_messages(messages: object) -> list[Message]:
             (known,) = to_messages([message])
         except RowError as error:
             raise BadAnswerError(f"messages[{index}]: {error}") from error
-        checked.append({**known, "content": text_of_parts(known["content"], index)})
+        checked.append(known)
     return checked
-
-
-def text_of_parts(content: object, index: int) -> str:
-    """Return the text of a message, from a string or from text parts."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [p.get("text") for p in parts if isinstance(p, Mapping) and p.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise BadAnswerError(f"messages[{index}].content has parts that are not text")
-    return "".join(str(text) for text in texts)
 
 
 def comparable(message: Mapping[str, Any]) -> Message:
