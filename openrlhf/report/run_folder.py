@@ -30,7 +30,7 @@ COMMANDS: tuple[type[CommandConfig], ...] = (
     *(SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig),
     *(PPOConfig, EvaluateConfig),
 )
-UNSET = ("null", "false", "")
+UNSET = ("null", "false", "", "0", "-1")
 NAMED_BY_TIME = "logger.wandb.run_name"
 
 
