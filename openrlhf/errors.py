@@ -5,6 +5,7 @@ bug of ours. Every error pickles, because most of them cross a process boundary 
 reads them.
 """
 
+import errno
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
@@ -107,6 +108,26 @@ class NumericsError(OpenRLHFError):
     """A loss, gradient or weight is not finite."""
 
     exit_code = 3
+
+
+class MachineError(OpenRLHFError):
+    """The machine has no room, memory or processes left, or what runs on it did not start."""
+
+    exit_code = 3
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+
+
+def machine_fault(error: BaseException) -> MachineError | None:
+    """Return an error of the system as one of the machine, if it says that something ran out."""
+    if not isinstance(error, OSError) or error.errno not in NO_ROOM:
+        return None
+    place = f" ({error.filename})" if error.filename else ""
+    return MachineError(
+        f"this machine is out of something: {error.strerror}{place}. Look at `df -h` (of /dev/shm "
+        "too), `free` and `ulimit -a`."
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -16,11 +16,16 @@ from typing import Generic
 
 from openrlhf.config.base import UNNAMED, CommandConfig, with_value
 from openrlhf.config.cli import ConfigT, read_config
+from openrlhf.config.common import RunConfig
 from openrlhf.config.help import help_text
 from openrlhf.config.local_paths import path_notices, path_problems
 from openrlhf.distributed.topology import Topology
-from openrlhf.errors import ConfigError, OpenRLHFError
+from openrlhf.errors import ConfigError, OpenRLHFError, machine_fault
 from openrlhf.utils.snapshots import library_problems, with_snapshots
+from openrlhf.utils.weight_files import weight_problems
+
+SHARED_MEMORY = "/dev/shm"
+MIN_SHARED_MEMORY = 16_000_000  # bytes; a container of Docker has four times as many
 
 Work = Callable[..., None]
 
@@ -75,8 +80,12 @@ class Command(Generic[ConfigT]):
                 os._exit(130)
             raise SystemExit(130) from error
         except Exception as error:
-            traceback.print_exc()
-            raise SystemExit(4) from error
+            fault = machine_fault(error)
+            if fault is None or is_debug:
+                traceback.print_exc()
+            if fault is not None:
+                print(f"error: {fault}", file=sys.stderr)
+            raise SystemExit(4 if fault is None else fault.exit_code) from error
 
 
 def imported(*places: str) -> Callable[[CommandConfig], Work]:
@@ -156,6 +165,14 @@ def show_help(command: Command[ConfigT], words: Sequence[str]) -> None:
 
 
 def start_problems(config: CommandConfig) -> Iterator[str]:
-    """Yield a line for each file and library that is missing here and now."""
+    """Yield a line for each file, library and room that is missing here and now."""
+    if isinstance(config, RunConfig) and os.path.isdir(SHARED_MEMORY):
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free < MIN_SHARED_MEMORY:
+            yield (
+                f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free, and processes share memory there. "
+                "Remove old files in it, or give the container more (docker run --shm-size 8g)."
+            )
     yield from library_problems(config)
     yield from path_problems(config)
+    yield from weight_problems(config)

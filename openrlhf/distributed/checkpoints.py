@@ -224,7 +224,9 @@ class RunCheckpoints:
                 notice(f"no checkpoint in {self.config.path}: starting new")
             return
         other, own = saved.state.get("run_dir"), str(Path(self.config.output_dir).resolve())
-        if other not in (None, own) and Path(other).exists():
+        # A copy lies elsewhere, and is the run of whoever goes on with it.
+        is_copy = saved.state.get("root") not in (None, str(self.store.root.resolve()))
+        if other not in (None, own) and Path(other).exists() and not is_copy:
             raise ConfigError(
                 f"{saved.path} is of the run in {other}, not of --save_path {own}. Type "
                 f"--save_path {other} to go on with that run, or a --ckpt_path for this one alone."
@@ -299,6 +301,7 @@ class RunCheckpoints:
         writes = (write if has_states else None, export if self.config.save_hf else None, None)
         notes = {**state, "data": asdict(self.data), "settings": self.settings}
         notes["run_dir"] = str(Path(self.config.output_dir).resolve())
+        notes["root"] = str(self.store.root.resolve())
         error = self._keep(step, writes, notes if has_states else None)
         self.num_failed = 0 if error is None else self.num_failed + 1
         if error is not None:

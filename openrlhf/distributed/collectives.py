@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import CheckpointError, EngineError, first_line
 from openrlhf.utils.logging import warn
+from openrlhf.utils.rendezvous import open_store
 
 Thing = TypeVar("Thing")
 
@@ -66,11 +67,9 @@ def init_process_group(topology: Topology, *, rank_timeout_s: float) -> torch.de
     distributed_c10d.default_pg_nccl_timeout = timeout
     os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed insists on it
     if not dist.is_initialized():
-        # A world of one meets in its own memory: no port to race for.
-        store = dist.HashStore() if topology.world_size == 1 else None
         dist.init_process_group(
             backend,
-            store=store,
+            store=_world_store(topology, timeout),
             rank=topology.rank,
             world_size=topology.world_size,
             timeout=timeout,
@@ -92,6 +91,17 @@ def init_process_group(topology: Topology, *, rank_timeout_s: float) -> torch.de
             world_size=topology.world_size,
         )
     return device
+
+
+def _world_store(topology: Topology, timeout: timedelta) -> dist.Store | None:
+    """Return where the ranks meet; None where a launcher has a store of its own."""
+    if topology.world_size == 1:  # in its own memory: no port to race for
+        return dist.HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    size = topology.world_size
+    return open_store(host, port, rank=topology.rank, world_size=size, timeout=timeout)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from openrlhf.engines.base import WeightBucket
 from openrlhf.errors import WeightSyncError
+from openrlhf.utils.rendezvous import open_store
 from openrlhf.utils.tensors import tensors_in
 
 GROUP_TIMEOUT = timedelta(seconds=600)
@@ -106,7 +107,7 @@ def join_broadcasts(
     """Return a group of its own of the trainer's rank 0 and the workers of all engines, once all
     are there.
     """
-    store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=GROUP_TIMEOUT)
+    store = open_store(host, port, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
     make = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
     return make(dist.PrefixStore("weights", store), rank, world_size, GROUP_TIMEOUT)
 

@@ -10,7 +10,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.common import DeepSpeedConfig, RunConfig
@@ -29,11 +30,17 @@ from openrlhf.errors import ConfigError, Gathered, first_line
 from openrlhf.models.actor import Actor, token_stats
 from openrlhf.models.adapters import SCALE_FIELDS, add_lora, merge_adapter_into, would_run_code
 from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.models.support import OWN_ATTENTION, padding_note, refuse_unsupported
+from openrlhf.models.support import (
+    OWN_ATTENTION,
+    causal_class,
+    padding_note,
+    refuse_unsupported,
+)
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.logging import say_notices
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
+from openrlhf.utils.weight_files import tensor_shapes
 
 HEAD = "score"  # the module transformers gives the scalar head
 # Value models that OpenRLHF 0.8 to 0.11 saved: a backbone with one output, and no `num_labels`.
@@ -88,6 +95,7 @@ def read_configs(
                 "has_router_loss": has_router_loss and path == paths[0],
             }
             gathered.attempt(partial(refuse_unsupported, facts, path, command.ds, **needs))
+            gathered.attempt(partial(check_shapes, facts, path, command))
     if paths[0] in found and command.ds.lora.rank:
         gathered.attempt(partial(check_adapter, found[paths[0]], command))
     return found
@@ -113,6 +121,25 @@ def empty_model(
     with torch.device("meta"):
         trust = command.trust_remote_code
         return kind.from_config(config, dtype=dtype, trust_remote_code=trust)
+
+
+def check_shapes(config: PretrainedConfig, path: str, command: CommandConfig) -> None:
+    """Raise ConfigError for a weight of another shape than the config gives it, before an engine
+    meets it; in families whose weights are used as they stand in the files.
+    """
+    shapes = tensor_shapes(Path(path).expanduser())
+    is_stored_so = get_checkpoint_conversion_mapping(config.model_type) is None
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if not shapes or causal_class(config) is None or is_quantized or not is_stored_so:
+        return
+    model = empty_model(config, command, dtype=torch.float32, scores=False)
+    for name, tensor in model.state_dict().items():
+        if shapes.get(name, list(tensor.shape)) != list(tensor.shape):
+            raise ConfigError(
+                f"The weights at {path!r} do not fit the model: {name} has the shape "
+                f"{shapes[name]}, and by config.json {list(tensor.shape)}. Give a complete "
+                "checkpoint of this kind."
+            )
 
 
 def _stored_head(path: str) -> dict[str, object]:
@@ -184,7 +211,11 @@ def read_model(
     try:
         with progress(f"loading {Path(path).name}"):
             model, info = auto_class.from_pretrained(
-                path, config=config, output_loading_info=True, **more
+                path,
+                config=config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are an error below
+                **more,
             )
     except pickle.UnpicklingError as error:
         raise ConfigError(would_run_code(f"The file of weights in {path}", error)) from error
@@ -195,6 +226,25 @@ def read_model(
         ) from error
     finally:
         transformers.logging.set_verbosity(verbosity)
+    _check_keys(path, info, ignored)
+    for module in model.modules():
+        # In evaluation bitsandbytes (0.50) repacks a CPU's 4-bit weights for a kernel without a
+        # backward pass and never turns back: gradients would miss the path through the base.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    own_memory(model)
+    check_finite(model, path)
+    if command.ds.use_liger_kernel:
+        from liger_kernel import transformers as liger  # noqa: PLC0415 - imports Triton
+
+        # Its loss kernels would replace the model's forward pass; the head here works in chunks.
+        liger._apply_liger_kernel_to_instance(
+            model=model, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+    return model
+
+
+def _check_keys(path: str, info: Mapping[str, Any], ignored: str) -> None:
     problems = {
         "missing": {key for key in info["missing_keys"] if not re.match(ignored, key)},
         "unexpected": {key for key in info["unexpected_keys"] if not re.match(ignored, key)},
@@ -210,20 +260,6 @@ def read_model(
             f"The weights at {path!r} do not fit the model: {'; '.join(texts)}. "
             "Give a complete checkpoint of this kind."
         )
-    for module in model.modules():
-        # In evaluation bitsandbytes (0.50) repacks a CPU's 4-bit weights for a kernel without a
-        # backward pass and never turns back: gradients would miss the path through the base.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    own_memory(model)
-    if command.ds.use_liger_kernel:
-        from liger_kernel import transformers as liger  # noqa: PLC0415 - imports Triton
-
-        # Its loss kernels would replace the model's forward pass; the head here works in chunks.
-        liger._apply_liger_kernel_to_instance(
-            model=model, cross_entropy=False, fused_linear_cross_entropy=False
-        )
-    return model
 
 
 def load_causal_lm(
@@ -379,6 +415,16 @@ def own_memory(model: PreTrainedModel) -> None:
     for parameter in tracked(list(model.parameters()), "copying weights into memory"):
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
+
+
+def check_finite(model: PreTrainedModel, path: str) -> None:
+    """Raise ConfigError for weights that are no numbers."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not parameter.isfinite().all():
+            raise ConfigError(
+                f"The weights at {path!r} hold NaN or infinity ({name}). Give a checkpoint from "
+                "before the run that wrote them failed."
+            )
 
 
 def is_value_model(config: PretrainedConfig) -> bool:

@@ -2,12 +2,13 @@
 starts.
 """
 
+import errno
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from openrlhf.cli import train_ppo, train_ppo_ray
+from openrlhf.cli import runner, train_ppo, train_ppo_ray
 from openrlhf.engines import vllm_engine
 from tests.integration.commands import argv
 
@@ -82,3 +83,28 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
     assert code == 2
     assert len(errors) == 1
     assert message in errors[0]
+
+
+def test_shared_memory_that_is_full_is_said_before_anything_waits(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(runner, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(runner, "MIN_SHARED_MEMORY", 10**18)
+    code, errors = run(capsys, GOOD, **given)
+    assert (code, len(errors)) == (2, 1)
+    assert errors[0].startswith(f"error: {tmp_path} has ") and "--shm-size" in errors[0]
+
+
+def test_a_machine_that_is_out_of_something_is_one_line_and_exit_code_3(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: dict
+) -> None:
+    def prepare(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("openrlhf.trainer.ppo_run.prepare_inputs", prepare)
+    code, errors = run(capsys, GOOD, **given)
+    assert (code, len(errors)) == (3, 1)
+    assert errors[0].startswith("error: this machine is out of something: Too many open files.")

@@ -5,6 +5,7 @@ bit for bit.
 import json
 import os
 import resource
+import shutil
 import signal
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -214,13 +215,17 @@ def test_a_run_does_not_go_on_from_the_checkpoint_of_another(tmp_path: Path) -> 
     store = open_checkpoints(config, FACTS).store
     first.mkdir()
     store.stage(4)
-    store.commit(4, {"data": asdict(FACTS), "run_dir": str(first)})
+    state = {"data": asdict(FACTS), "run_dir": str(first), "root": str(store.root)}
+    store.commit(4, state)
     assert open_checkpoints(config, FACTS).resume_step == 4
     other = config.model_copy(update={"output_dir": str(second)})
     with pytest.raises(
         ConfigError, match=rf"is of the run in {first}, not of --save_path {second}"
     ):
         open_checkpoints(other, FACTS)
+    shutil.copytree(root, tmp_path / "copy")
+    copied = other.model_copy(update={"path": str(tmp_path / "copy")})
+    assert open_checkpoints(copied, FACTS).resume_step == 4
     first.rename(second)  # a run folder that was moved
     assert open_checkpoints(other, FACTS).resume_step == 4
 

@@ -2,15 +2,18 @@
 at once, where Ray would try for minutes.
 """
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 from ray._private import services
 
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, MachineError
+from openrlhf.trainer.ray import launcher
 from openrlhf.trainer.ray.launcher import find_cluster
 
 pytestmark = pytest.mark.timeout(30)
@@ -67,3 +70,23 @@ def test_an_address_that_was_asked_for_must_respond(last_address, listener, monk
     monkeypatch.setenv("RAY_ADDRESS", asked)
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS is {asked}, and no Ray cluster responds"):
         find_cluster(asked)
+
+
+def test_a_ray_that_does_not_start_in_time_is_one_line(monkeypatch) -> None:
+    def init(**settings: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen because…")
+
+    monkeypatch.setattr(launcher.ray, "init", init)
+    with pytest.raises(MachineError, match="Ray did not start on this machine: The current node"):
+        launcher._start_here()
+
+
+def test_a_worker_without_room_names_itself_and_what_ran_out(monkeypatch) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device")
+
+    def get(*_: object, **__: object) -> None:
+        raise ray.exceptions.RayTaskError("ready", "Traceback …", error).as_instanceof_cause()
+
+    monkeypatch.setattr(launcher.ray, "get", get)
+    with pytest.raises(MachineError, match=r"vllm-0: this machine is out of .*: No space left on"):
+        launcher.get(None, "vllm-0", 1.0)

@@ -18,7 +18,14 @@ from ray._private.authentication.authentication_token_setup import (
 )
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ConfigError, EngineError, OpenRLHFError, first_line
+from openrlhf.errors import (
+    ConfigError,
+    EngineError,
+    MachineError,
+    OpenRLHFError,
+    first_line,
+    machine_fault,
+)
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils import stopping
@@ -84,6 +91,11 @@ def _start_here() -> subprocess.Popen[bytes]:
     is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(address="local", include_dashboard=False, **QUIET)
+    except Exception as error:  # Ray has no class of its own for a start that fails
+        raise MachineError(
+            f"Ray did not start on this machine: {first_line(error)} Type the command again when "
+            "the machine is less busy; `openrlhf ppo-local` does without Ray."
+        ) from error
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = is_enabled
     # Ray's own agents would live a minute longer than a process here that was killed.
@@ -177,6 +189,8 @@ def get(reference: Any, who: str, timeout_s: float) -> Any:
         if isinstance(cause, OpenRLHFError):
             named = type(cause)(f"{cause} [{who}]")
             raise named.in_user_code(cause.user_traceback) from cause
+        if (fault := machine_fault(cause)) is not None:
+            raise MachineError(f"{who}: {fault}") from error
         raise OpenRLHFError(f"{who}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.GetTimeoutError as error:
         raise EngineError(f"{who} did not respond in {timeout_s:.0f} s") from error

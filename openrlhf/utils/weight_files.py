@@ -1,0 +1,76 @@
+"""The heads of a model's safetensors files: names and shapes of its weights, read before anything
+is built from its config. Knows JSON alone.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.base import CommandConfig
+from openrlhf.config.local_paths import named_things
+from openrlhf.errors import ConfigError
+
+KINDS = ("model", "models", "runs")  # of what a flag names
+INDEX = "model.safetensors.index.json"
+MAX_HEAD = 100_000_000  # bytes, the limit of the format
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # names of families
+
+
+def weight_problems(config: CommandConfig) -> Iterator[str]:
+    """Yield a line for every named model whose index leads out of its folder, or whose config has
+    more layers than its files have tensors: that would be built for hours.
+    """
+    for option, opens, names in named_things(config):
+        for folder in (Path(name).expanduser() for name in names if opens in KINDS):
+            try:
+                _check_layers(folder)
+            except ConfigError as error:
+                yield f"{option.flag} {error}"
+
+
+def _check_layers(folder: Path) -> None:
+    shapes, config = tensor_shapes(folder), _read_json(folder / "config.json")
+    if not shapes or not isinstance(config, dict):
+        return  # whoever loads it says what is wrong
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        for name in NUM_LAYERS:
+            if isinstance(count := part.get(name), int) and count > len(shapes):
+                raise ConfigError(
+                    f"{folder}: config.json says {name} {count:,}, and the files hold "
+                    f"{len(shapes):,} tensors. Copy the model again."
+                )
+
+
+def tensor_shapes(folder: Path) -> Mapping[str, list[int]]:
+    """Return the shape of every tensor by its name; none for files of another kind, or torn ones.
+    Raise ConfigError where the index leads out of the folder.
+    """
+    index = _read_json(folder / INDEX)
+    named = index.get("weight_map") if isinstance(index, dict) else None
+    files = sorted(set(named.values())) if isinstance(named, dict) else ["model.safetensors"]
+    for file in files:
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ConfigError(
+                f"{folder / INDEX} names a file outside of its folder: {file}. Do not use this "
+                "model; take it from a source you trust."
+            )
+    heads = [_read_head(folder / file) for file in files]
+    return {name: value["shape"] for head in heads for name, value in head.items()}
+
+
+def _read_head(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            head = json.loads(file.read(size)) if size <= MAX_HEAD else {}
+    except (OSError, ValueError):
+        return {}
+    return {name: value for name, value in head.items() if name != "__metadata__"}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,74 @@
+"""What the heads of weight files give away before a model is built."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from openrlhf.errors import ConfigError
+from openrlhf.models.loading import load_causal_lm
+from tests.tiny import write_jsonl
+
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+
+
+def edit(model: Path, **values: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | values))
+
+
+def edit_weights(model: Path, name: str, tensor: torch.Tensor) -> None:
+    weights = load_file(model / "model.safetensors")
+    save_file(weights | {name: tensor}, model / "model.safetensors", {"format": "pt"})
+
+
+def refusal(model: Path, refuse) -> str:
+    rows = write_jsonl(model.parent / "rows.jsonl", [{"input": "q", "output": "a"}])
+    words = (
+        f"--pretrain {model} --dataset {rows} --output_key output --save_path {model.parent}/run"
+    )
+    code, error = refuse("train_sft", words.split())
+    assert code == 2 and len(error.splitlines()) == 1, error
+    return error
+
+
+def test_more_layers_than_tensors_are_refused_and_not_built(model: Path, refuse) -> None:
+    edit(model, num_hidden_layers=10**9, layer_types=None)
+    assert "num_hidden_layers 1,000,000,000, and the files hold 27 tensors" in refusal(
+        model, refuse
+    )
+
+
+def test_an_index_that_leads_out_of_the_folder_is_refused(model: Path, refuse) -> None:
+    weights = load_file(model / "model.safetensors")
+    shutil.move(model / "model.safetensors", model.parent / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "../outside.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "names a file outside of its folder: ../outside.safetensors" in refusal(model, refuse)
+
+
+def test_a_tensor_of_another_shape_is_named_before_it_is_read(model: Path, refuse) -> None:
+    edit_weights(model, WEIGHT, torch.zeros(126, 64))
+    assert f"{WEIGHT} has the shape [126, 64], and by config.json [128, 64]" in refusal(
+        model, refuse
+    )
+
+
+def test_a_tensor_of_another_shape_is_one_line_where_it_is_read(model: Path) -> None:
+    edit_weights(model, WEIGHT, torch.zeros(126, 64))
+    with pytest.raises(ConfigError, match=rf"1 keys are of another shape \({WEIGHT}\)"):
+        load_causal_lm(model)
+
+
+def test_weights_that_are_no_numbers_are_named(model: Path) -> None:
+    edit_weights(model, WEIGHT, torch.full((128, 64), torch.nan))
+    with pytest.raises(ConfigError, match=rf"hold NaN or infinity \({WEIGHT}\)"):
+        load_causal_lm(model)
