@@ -95,7 +95,12 @@ def test_a_disk_without_room_for_the_model_is_said_before_training(
     class Usage:
         free = 100_000
 
-    monkeypatch.setattr(export.shutil, "disk_usage", lambda path: Usage)
+    plain = export.shutil.disk_usage
+    monkeypatch.setattr(
+        export.shutil,
+        "disk_usage",
+        lambda path: Usage if Path(path).is_relative_to(tmp_path) else plain(path),
+    )
     with pytest.raises(SystemExit) as stop:
         train_sft.main(sft_words(tiny_model_dir, tmp_path))
     said = capsys.readouterr()
