@@ -46,15 +46,15 @@ class PromptDataset(TokenizedDataset):
 
     def __getitem__(self, index: int) -> PromptRecord:
         [(token_ids, _)], extra = self._example(index)
-        row = self.row(self.row_ids[index])
-        label_key = self._format.label_key
+        stored = self._rows[self.row_ids[index]]
+        row, label_key = self._completed(stored), self._format.label_key
         return PromptRecord(
             row_id=self.row_ids[index],
             prompt_text=extra["text"],
             prompt_token_ids=tuple(token_ids.tolist()),
             label=row[label_key] if label_key else "",
             datasource=self._source_of(row, self.row_ids[index]),
-            columns={name: value for name, value in row.items() if name != self._input_key},
+            columns={name: value for name, value in stored.items() if name != self._input_key},
             source=self._asked_part(row),
         )
 

@@ -154,7 +154,7 @@ class _Garden:
         return 1 if type(value) in (int, float) else value
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def writing_of(tokenizer: Tokenizer, template: str, shape: str) -> Writing:
     """Return how the dialogues of a shape (of `planted`) are written by a chat template: in the
     first form in which all that they say is there, as it is meant.

@@ -138,7 +138,7 @@ def test_a_name_with_dots_reaches_into_a_column(tokenizer):
     label = {"label_key": "reward_model.ground_truth"}
     data = PromptDataset(Dataset.from_list([row]), tokenizer, RowFormat(**label))
     assert data[0].label == "4"
-    assert data[0].columns["reward_model"] == row["reward_model"]
+    assert data[0].columns == {"reward_model": row["reward_model"]}
     with pytest.raises(DataError, match=r"column 'reward_model\.truth' is not in the data set"):
         prompt(tokenizer, row, label_key="reward_model.truth")
     within = {"qa": {"q": "hi", "a": "yo", "good": 1}}
