@@ -47,6 +47,7 @@ OF_SUPERVISED = {
     "assistant_only_loss": "on; `--multiturn` for every turn",
     "completion_only_loss": "on, except for a column `text`",
     "chat_template_path": "`--tokenizer_chat_template`",
+    "chat_template_kwargs": "`--chat_template_kwargs`; `chat_template_kwargs` of a row",
     "label_smoothing": "`--label_smoothing`",
     "precompute_ref_log_probs": "`--precompute_ref_log_probs`",
     "desirable_weight, undesirable_weight": "`--desirable_weight`, `--undesirable_weight`",
