@@ -66,6 +66,8 @@ class Command(Generic[ConfigT]):
                 print(error.user_traceback, file=sys.stderr)
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
+            if stopping.is_overdue():
+                leave(error.exit_code)
             raise SystemExit(error.exit_code) from error
         except KeyboardInterrupt as error:
             if Topology.from_env().is_main:
@@ -75,9 +77,7 @@ class Command(Generic[ConfigT]):
                     how = str(error)
                 print(f"error: interrupted: {how}".removesuffix(": "), file=sys.stderr)
             if stopping.is_overdue() or threads.is_any_busy():
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(130)
+                leave(130)
             raise SystemExit(130) from error
         except Exception as error:
             fault = machine_fault(error)
@@ -86,6 +86,13 @@ class Command(Generic[ConfigT]):
             if fault is not None:
                 print(f"error: {fault}", file=sys.stderr)
             raise SystemExit(4 if fault is None else fault.exit_code) from error
+
+
+def leave(exit_code: int) -> None:
+    """End the process with no regard to threads, libraries and their own ends."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def imported(*places: str) -> Callable[[CommandConfig], Work]:
@@ -167,7 +174,8 @@ def show_help(command: Command[ConfigT], words: Sequence[str]) -> None:
 def start_problems(config: CommandConfig) -> Iterator[str]:
     """Yield a line for each file, library and room that is missing here and now."""
     if isinstance(config, RunConfig) and os.path.isdir(SHARED_MEMORY):
-        free = shutil.disk_usage(SHARED_MEMORY).free
+        disk = os.statvfs(SHARED_MEMORY)
+        free = disk.f_bavail * disk.f_frsize
         if free < MIN_SHARED_MEMORY:
             yield (
                 f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free, and processes share memory there. "

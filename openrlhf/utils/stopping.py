@@ -5,6 +5,7 @@ A second signal ends the process at once, and so does the end of the grace time.
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from openrlhf.utils.logging import warn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NOTHING_SAVED = "nothing was saved yet. Type the same command to start again"
+OVERDUE = "the step did not end in {:g} s (--grace_s); it was not saved"
+HELD_S = 30.0  # outside of a loop
+LEAVE_S = 10.0  # for the main thread to end a run that cannot go on
 SAME_S = 2.0  # a launcher passes on what a terminal has sent to every process already
 
 
@@ -31,6 +35,9 @@ class _Listener:
         self.is_leavable = False
         self.asked_at: float | None = None
         self.is_overdue = False
+        self.failure: BaseException | None = None  # to be raised by the main thread
+        self.left = threading.Event()
+        self.heard_at = 0.0
         self.ended = threading.Event()
 
     def hear(self, number: int, frame: FrameType | None) -> None:
@@ -41,10 +48,11 @@ class _Listener:
             if number == signal.SIGTERM:
                 os._exit(128 + number)
             return
+        self.heard_at = time.monotonic()
+        if self.failure is not None:
+            raise self.failure
         if self.is_overdue:
-            raise Interrupted(
-                f"the step did not end in {self.grace_s:g} s (--grace_s); it was not saved"
-            )
+            raise Interrupted(OVERDUE.format(self.grace_s))
         now, before = time.monotonic(), self.asked_at
         if before is not None and now - before < SAME_S:
             return
@@ -59,11 +67,36 @@ class _Listener:
     def _end_grace(self, name: str, grace_s: float) -> None:
         warn(f"{name}: saving once the step is over, in at most {grace_s:g} s; again to end now.")
         if not self.ended.wait(grace_s):
-            self.is_overdue = True
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            self.end(Interrupted(OVERDUE.format(self.grace_s)))
+
+    def end(self, error: BaseException) -> None:
+        """Raise an error in the main thread; end the process where that is held by a library."""
+        self.is_overdue, self.failure = True, error
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if not self.left.wait(LEAVE_S):
+            self.leave(error)
+
+    def leave(self, error: BaseException) -> None:
+        """End the process with an error that the main thread does not hear of."""
+        is_asked = isinstance(error, KeyboardInterrupt)
+        sys.stderr.write(f"error: {'interrupted: ' * is_asked}{error}\n")
+        sys.stderr.flush()
+        os._exit(130 if is_asked else getattr(error, "exit_code", 4))
+
+    def guard(self, pipe: int) -> None:
+        """Leave once the main thread, which a library may hold, has not heard a signal for the
+        grace time; the system writes each one into the pipe.
+        """
+        while os.read(pipe, 1):
+            now, limit_s = time.monotonic(), self.grace_s or HELD_S
+            while self.heard_at < now - SAME_S and not self.left.wait(0.1):
+                if time.monotonic() - now > limit_s:
+                    self.leave(Interrupted(f"a library held the main thread for {limit_s:g} s"))
+        os.close(pipe)
 
 
 _listener = _Listener()
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are its own
 
 
 def listen() -> None:
@@ -85,9 +118,16 @@ def listening() -> Iterator[None]:
     _listener = _Listener()
     before = {number: signal.getsignal(number) for number in SIGNALS}
     listen()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=_listener.guard, args=(read_end,), daemon=True).start()
     try:
         yield
     finally:
+        _listener.left.set()
+        signal.set_wakeup_fd(wakeup)
+        os.close(write_end)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -126,6 +166,16 @@ def telling(how: Callable[[], str]) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         raise Interrupted(how()) from None
+
+
+def end_run(error: BaseException) -> None:
+    """Raise an error in the main thread, or end the process where that does not come to it."""
+    threading.Thread(target=_listener.end, args=(error,), daemon=True).start()
+
+
+def leave_behind() -> None:
+    """Let the process end without waiting for what still runs in it."""
+    _listener.is_overdue = True
 
 
 def is_overdue() -> bool:

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,44 @@ def test_a_stopped_process_is_named_and_the_run_ends(
     assert ended.value.code == 3 and re.search(f"error: {named} was ended", said), said[-3000:]
     assert re.search(f"warning: {named}; the run ends after 20 s", said), said[-3000:]
     assert not psutil.wait_procs(stopped, timeout=10)[1]
+
+
+@pytest.mark.parametrize(
+    ("program", "number", "told"),
+    [
+        ("raylet", signal.SIGKILL, r"Ray's raylet died: pid {pid} was killed by SIGKILL.*"),
+        ("gcs_server", signal.SIGKILL, r"Ray's GCS died: pid {pid} was killed by SIGKILL.*"),
+        ("raylet", signal.SIGSTOP, r"Ray's raylet \(pid {pid}\) has not responded for \d+ s.*"),
+        ("gcs_server", signal.SIGSTOP, r"Ray's GCS \(pid {pid}\) has not responded for \d+ s.*"),
+    ],
+)
+def test_a_ray_that_is_dead_or_stopped_is_named_and_not_waited_for(
+    given: dict, tmp_path: Path, program: str, number: int, told: str
+) -> None:
+    words = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *argv(FLAGS, **given)]
+    with started([*words, "--train_batch_size", "16"]) as process:
+        wait_for_a_step(tmp_path / "run", process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        [victim] = [child for child in family if child.name() == program]
+        victim.send_signal(number)
+        _, said = process.communicate(timeout=30 if number == signal.SIGKILL else 60)
+    assert process.returncode == 3 and "Traceback" not in said, said[-3000:]
+    assert re.search(f"^error: {told.format(pid=victim.pid)}", said, re.MULTILINE), said[-3000:]
+    assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+def test_sigterm_ends_a_run_whose_raylet_is_stopped(given: dict, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *argv(FLAGS, **given)]
+    words += ["--train_batch_size", "16", "--grace_s", "10", "--rank_timeout_s", "600"]
+    with started(words) as process:
+        wait_for_a_step(tmp_path / "run", process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        [raylet] = [child for child in family if child.name() == "raylet"]
+        raylet.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "error: interrupted: " in said, said[-3000:]
+    assert not psutil.wait_procs(family, timeout=10)[1]
 
 
 # The launcher ends the stopped one 30 s after the other has left.

@@ -14,6 +14,7 @@ from ray._private import services
 
 from openrlhf.errors import ConfigError, MachineError
 from openrlhf.trainer.ray import launcher
+from openrlhf.trainer.ray.deaths import death_of_worker
 from openrlhf.trainer.ray.launcher import find_cluster
 
 pytestmark = pytest.mark.timeout(30)
@@ -79,6 +80,27 @@ def test_a_ray_that_does_not_start_in_time_is_one_line(monkeypatch) -> None:
     monkeypatch.setattr(launcher.ray, "init", init)
     with pytest.raises(MachineError, match="Ray did not start on this machine: The current node"):
         launcher._start_here()
+
+
+EOF = (
+    "The actor died unexpectedly before finishing this task.\n\tpid: 719\n"
+    "The actor is dead because its worker process has died. Worker exit detail: Worker "
+    "unexpectedly exits with a connection error code 2. End of file. Some common causes: (1) …"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [
+        ("step 1\nstep 2\n", "was killed by SIGKILL, as for lack of memory"),
+        ("step 1\nFatal Python error: Segmentation fault\n", "was ended by SIGSEGV"),
+    ],
+)
+def test_a_dead_worker_is_named_with_pid_signal_and_last_lines(said, how, tmp_path) -> None:
+    (tmp_path / "vllm-0.log").write_text(said)
+    death = death_of_worker(EOF, "vllm-0", f"{tmp_path}/vllm-0")
+    end = " | ".join(said.splitlines())
+    assert str(death) == f"vllm-0 died: pid 719 {how}. The end of {tmp_path}/vllm-0.log: {end}"
 
 
 def test_a_worker_without_room_names_itself_and_what_ran_out(monkeypatch) -> None:

@@ -2,10 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
+from openrlhf.errors import EngineError
 from openrlhf.utils import stopping
 
 
@@ -20,12 +23,14 @@ def test_outside_of_a_loop_a_signal_raises_at_once(number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_patient_loop_notes_a_signal_and_a_launchers_copy_of_it(number):
+def test_a_patient_loop_notes_a_signal_and_a_launchers_copy_of_it(number, capfd):
     with stopping.listening(), stopping.patiently(60):
         assert not stopping.is_asked()
         ask(number)
         ask(signal.SIGTERM)
         assert stopping.is_asked()
+        while "saving once the step is over" not in capfd.readouterr().err:
+            time.sleep(0.01)
 
 
 def test_a_process_forked_off_ends_without_a_word(capfd):
@@ -66,3 +71,33 @@ def test_handlers_of_before_come_back():
     with stopping.listening():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+HELD = """
+import ctypes
+from openrlhf.utils import stopping
+
+with stopping.listening(), stopping.patiently(1.0):
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    print("held", flush=True)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)  # no signal ends it
+"""
+
+
+def test_a_library_that_holds_the_main_thread_does_not_keep_the_process():
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-c", HELD]
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert said == "error: interrupted: a library held the main thread for 1 s\n"
+
+
+def test_another_thread_ends_a_run_by_an_error_of_the_main_one():
+    with stopping.listening(), pytest.raises(EngineError, match="gone"):
+        stopping.end_run(EngineError("gone"))
+        time.sleep(10)

@@ -1,6 +1,6 @@
 """The groups and engines of a run as actors in their places on a Ray cluster."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import ray
@@ -9,10 +9,10 @@ from ray.util.placement_group import remove_placement_group
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.local_cluster import Cluster, engine_config, policy_dtype
 from openrlhf.trainer.ppo_utils.demands import role_demands
-from openrlhf.trainer.ray.launcher import RayActorGroup, ray_session
+from openrlhf.trainer.ray.launcher import RayActorGroup, RaySession, ray_session
 from openrlhf.trainer.ray.placement import place, view_cluster
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
-from openrlhf.trainer.ray.watch import Watch, Watched
+from openrlhf.trainer.ray.watch import Watch, Watched, WatchedRay
 from openrlhf.utils.progress import progress
 
 
@@ -23,7 +23,11 @@ def ray_cluster(
     """Start groups and engines as actors on the Ray cluster; end them at last, and give their
     places back.
     """
-    with ray_session(), ExitStack() as stack:
+    with ray_session() as session, ExitStack() as stack:
+
+        def at_the_end(call: Callable[..., object], *args: object) -> None:
+            stack.callback(lambda: None if session.is_lost() else call(*args))
+
         view = view_cluster()
         demands = role_demands(config, view)
         dtype = policy_dtype(config, has_gpus=view.has_gpus)
@@ -32,7 +36,7 @@ def ray_cluster(
         num_at_once = 2 if config.train.async_enable else 1
         slots, place_groups = place(demands, view, num_roles_at_once=num_at_once)
         for place_group in place_groups:
-            stack.callback(remove_placement_group, place_group)
+            at_the_end(remove_placement_group, place_group)
         groups = {
             role: RayActorGroup(kind, config, slots[role], role=role, run_dir=run_dir)
             for role, kind in classes.items()
@@ -47,7 +51,7 @@ def ray_cluster(
             engines = create_vllm_engines(settings, slots["vllm"], run_dir=run_dir)
         handles = [handle for group in groups.values() for handle in group.handles]
         for handle in [*handles, *(engine.handle for engine in engines)]:
-            stack.callback(ray.kill, handle)
+            at_the_end(ray.kill, handle)
         with progress("starting workers", len(groups) + len(engines)) as advance:
             for group in groups.values():
                 group.join()
@@ -55,14 +59,19 @@ def ray_cluster(
             for engine in engines:
                 engine.ready()
                 advance()
-        stack.enter_context(Watch(_watched(config, groups.values(), engines)))
+        stack.enter_context(Watch(_watched(config, session, groups.values(), engines)))
         yield Cluster(demands, view, dtype, groups, engines)
 
 
 def _watched(
-    config: PPOConfig, groups: Iterable[RayActorGroup], engines: Iterable[RayEngine]
+    config: PPOConfig,
+    session: RaySession,
+    groups: Iterable[RayActorGroup],
+    engines: Iterable[RayEngine],
 ) -> Iterator[Watched]:
     limit_s, engine_limit_s = config.train.rank_timeout_s, config.vllm.timeout_s
+    for who, process in session.processes.items():
+        yield WatchedRay(who, process, limit_s, "--rank_timeout_s")
     for group in groups:
         for rank, handle in enumerate(group.handles):
             yield Watched(group.who(rank), handle, limit_s, "--rank_timeout_s", has_bar=rank == 0)

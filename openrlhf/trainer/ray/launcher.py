@@ -4,8 +4,9 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from openrlhf.errors import (
     machine_fault,
 )
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
+from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, is_stopped, ray_processes
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import warn
@@ -40,14 +42,32 @@ CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate,
 HEALTH_GROUP = "health"  # calls that run while the actor is at work
 
 
+@dataclass(frozen=True)
+class RaySession:
+    """A connection to a cluster."""
+
+    processes: Mapping[str, psutil.Process]  # Ray's own on this machine, by name
+
+    def is_lost(self) -> bool:
+        """Return True if Ray is dead or stopped: its calls would wait for a minute, or for ever."""
+        return any(is_dead(process) or is_stopped(process) for process in self.processes.values())
+
+    def kill(self) -> None:
+        """End Ray's processes on this machine with all that they have started."""
+        for process in self.processes.values():
+            with suppress(psutil.NoSuchProcess):
+                for each in [*process.children(recursive=True), process]:
+                    each.kill()
+
+
 @contextmanager
-def ray_session() -> Iterator[None]:
+def ray_session() -> Iterator[RaySession]:
     """Join the cluster that the user named (RAY_ADDRESS, a job) or started, else start one here.
 
     What was joined or started is left or stopped at the end; a connection the caller had stays.
     """
     if ray.is_initialized():
-        yield
+        yield RaySession(ray_processes())
         return
     asked = os.environ.get("RAY_ADDRESS")
     address = None if asked == "local" else find_cluster(asked)
@@ -56,11 +76,17 @@ def ray_session() -> Iterator[None]:
         watcher = _start_here()
     else:
         _join(address, asked)
+    session = RaySession(ray_processes())
     try:
         stopping.listen()  # Ray has put a handler of its own in place
-        yield
+        yield session
     finally:
-        ray.shutdown()
+        if not session.is_lost():
+            ray.shutdown()
+        else:
+            stopping.leave_behind()  # Ray's own end would wait too
+            if watcher is not None:
+                session.kill()
         if watcher is not None:
             watcher.kill()
             watcher.wait()
@@ -99,7 +125,8 @@ def _start_here() -> subprocess.Popen[bytes]:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = is_enabled
     # Ray's own agents would live a minute longer than a process here that was killed.
-    return ending_after_this_process(_descendants() - before)
+    names = {process.pid: name for name, process in ray_processes().items()}
+    return ending_after_this_process(_descendants() - before, names)
 
 
 def _descendants() -> set[int]:
@@ -177,8 +204,9 @@ def start_actor(worker_class: type, args: tuple[object, ...], options: dict[str,
     return actor.options(**options).remote(*args)
 
 
-def get(reference: Any, who: str, timeout_s: float) -> Any:
-    """Wait for a Ray result; errors come back as what was raised, naming the worker.
+def get(reference: Any, who: str, timeout_s: float, *, log: str = "") -> Any:
+    """Wait for a Ray result; errors come back as what was raised, naming the worker, whose logs
+    begin with `log`.
 
     Raises EngineError when the worker died or did not return in `timeout_s` seconds.
     """
@@ -195,8 +223,7 @@ def get(reference: Any, who: str, timeout_s: float) -> Any:
     except ray.exceptions.GetTimeoutError as error:
         raise EngineError(f"{who} did not respond in {timeout_s:.0f} s") from error
     except ray.exceptions.RayActorError as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise EngineError(f"{who} died: {reason}") from error
+        raise death_of_worker(str(error).strip(), who, log) from error
 
 
 class RayActorGroup(WorkerGroup):
@@ -212,6 +239,7 @@ class RayActorGroup(WorkerGroup):
         run_dir: str,
     ) -> None:
         self.role = role
+        self.logs = f"{run_dir}/logs/{role}-"
         self.ranks_per_share = config.ds.ranks_per_share
         self.num_shares = len(slots) // self.ranks_per_share
         self.nodes: list[str] = []  # address of every rank's node; empty until all have joined
@@ -222,7 +250,8 @@ class RayActorGroup(WorkerGroup):
 
     def join(self) -> None:
         """Wait until all ranks are up and have met."""
-        endpoint = get(self.handles[0].endpoint.remote(), self.who(0), CALL_TIMEOUT_S)
+        reference = self.handles[0].endpoint.remote()
+        endpoint = get(reference, self.who(0), CALL_TIMEOUT_S, log=f"{self.logs}0")
         self.nodes = self._wait([handle.join.remote(*endpoint) for handle in self.handles])
 
     def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:
@@ -245,8 +274,9 @@ class RayActorGroup(WorkerGroup):
         while waiting:
             done, waiting = ray.wait(waiting, timeout=CALL_TIMEOUT_S)
             for reference in done or waiting:
-                who = self.who(references.index(reference))
-                results[reference] = get(reference, who, CALL_TIMEOUT_S if done else 0.0)
+                rank, limit_s = references.index(reference), CALL_TIMEOUT_S if done else 0.0
+                log = f"{self.logs}{rank}"
+                results[reference] = get(reference, self.who(rank), limit_s, log=log)
         return [results[reference] for reference in references]
 
     def who(self, rank: int) -> str:

@@ -53,6 +53,7 @@ class RayEngine:
 
     handle: Any
     name: str
+    log: str = ""  # begins the names of its logs
     node: str = ""  # address of the engine's node; empty until it is up
 
     @property
@@ -61,7 +62,8 @@ class RayEngine:
         return f"{self.name} on node {self.node}" if self.node else self.name
 
     def call(self, method: Callable[..., Result], *args: object) -> Result:
-        return get(self.handle.run.remote(method.__name__, *args), self.who, CALL_TIMEOUT_S)  # type: ignore[no-any-return]
+        reference = self.handle.run.remote(method.__name__, *args)
+        return get(reference, self.who, CALL_TIMEOUT_S, log=self.log)  # type: ignore[no-any-return]
 
     def ready(self) -> None:
         """Wait until the engine is up."""
@@ -80,7 +82,7 @@ class RayEngine:
             raise
         if answer.exception() is None:
             return answer.result()
-        return get(reference, self.who, 0.0)  # type: ignore[no-any-return]  # raises
+        return get(reference, self.who, 0.0, log=self.log)  # type: ignore[no-any-return]  # raises
 
 
 def create_vllm_engines(
@@ -98,6 +100,7 @@ def create_vllm_engines(
                 slot | {"max_concurrency": MAX_CONCURRENT_CALLS},
             ),
             f"vllm-{index}",
+            f"{run_dir}/logs/vllm-{index}",
         )
         for index, slot in enumerate(slots)
     ]

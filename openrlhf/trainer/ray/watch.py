@@ -1,4 +1,4 @@
-"""Health of engines and ranks: one thread of the controller asks each of them now and then.
+"""Health of engines, ranks and Ray itself: one thread of the controller asks each now and then.
 
 A process that does not respond was stopped; one that stays at the same step or micro-batch hangs.
 Either is reported after a while and killed at its deadline, and the run ends as for a dead one. The
@@ -14,12 +14,15 @@ from typing import Any
 
 import ray
 
-from openrlhf.errors import EngineError, OpenRLHFError
+from openrlhf.errors import EngineError
+from openrlhf.trainer.ray.deaths import death_of_ray, is_dead, is_stopped
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP
+from openrlhf.utils import stopping
 from openrlhf.utils.logging import warn
 from openrlhf.utils.progress import Advance, Health, progress
 
 ASK_EVERY_S = 2.0
+LOOK_EVERY_S = 0.2  # at Ray's own processes: soon after their death Ray ends this one too
 WAIT_S = 10.0  # at the beginning and at the end
 SAY_AFTER_S = 20.0  # then after twice as long, and so on
 
@@ -49,6 +52,16 @@ class Watched:
         self.is_responding = health is not None
         self.last = health or self.last
 
+    def ask(self, seconds: float) -> None:
+        """Hear whether it has responded in the seconds since the last time, and ask again."""
+        if self.asked and not ray.wait(self.asked, timeout=0)[0]:
+            self.hear(None, seconds)
+            return
+        if self.asked:
+            self.hear(ray.get(self.asked.pop()), seconds)
+        health = self.handle.health.options(concurrency_group=HEALTH_GROUP)
+        self.asked = [health.remote()]
+
     def draw(self) -> None:
         """Show the work that goes on as a bar."""
         work = self.last.work if self.last is not None and self.has_bar else None
@@ -66,6 +79,14 @@ class Watched:
         what = "has not got on" if self.is_responding else "has not responded"
         doing = f" while {work}" if work else ""
         return f"{self.who}{pid} {what} for {self.quiet_s:.0f} s{doing}"
+
+
+class WatchedRay(Watched):
+    """One of Ray's own processes, `handle`, which the system is asked about."""
+
+    def ask(self, seconds: float) -> None:
+        health = None if is_stopped(self.handle) else Health(None, 0, None, self.handle.pid)
+        self.hear(health, seconds)
 
 
 class Watch:
@@ -91,33 +112,44 @@ class Watch:
         """
         self._is_closed.set()
         self._thread.join(WAIT_S)
-        if self.failure is not None and isinstance(error, OpenRLHFError):
+        # Workers end with their raylet, perhaps before it is looked at.
+        self.failure = self.failure or self._dead_ray()
+        if self.failure is not None and isinstance(error, Exception):  # SystemError of Ray too
             raise self.failure from error
 
     def _run(self) -> None:
         before = time.monotonic()
-        while not self._is_closed.wait(ASK_EVERY_S) and self.failure is None:
+        while not self._is_closed.wait(LOOK_EVERY_S):
+            if (failure := self._dead_ray()) is not None:
+                self.failure = failure
+                stopping.end_run(failure)
+                break
             now = time.monotonic()
+            if now - before < ASK_EVERY_S:
+                continue
             # A controller that was itself stopped for an hour has not seen the others rest.
             self._ask_all(min(now - before, 2 * ASK_EVERY_S))
             before = now
             self._judge()
+            if self.failure is not None:
+                break
             for watched in self._watched:
                 watched.draw()
         for watched in self._watched:
             watched.bar.close()
 
+    def _dead_ray(self) -> EngineError | None:
+        """Return the error for one of Ray's own processes that has died, None while all live."""
+        for watched in self._watched:
+            if isinstance(watched, WatchedRay) and is_dead(watched.handle):
+                return death_of_ray(watched.who, watched.handle)
+        return None
+
     def _ask_all(self, seconds: float) -> None:
         """Hear who has responded since the last round, and ask them again."""
         for watched in list(self._watched):
-            if watched.asked and not ray.wait(watched.asked, timeout=0)[0]:
-                watched.hear(None, seconds)
-                continue
             try:
-                if watched.asked:
-                    watched.hear(ray.get(watched.asked.pop()), seconds)
-                health = watched.handle.health.options(concurrency_group=HEALTH_GROUP)
-                watched.asked = [health.remote()]
+                watched.ask(seconds)
             except ray.exceptions.RayError:  # it is dead: whoever waits for it says so
                 self._watched.remove(watched)
 
@@ -140,4 +172,7 @@ class Watch:
         culprit = overdue if not overdue.is_responding else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
         self.failure = EngineError(f"{culprit.describe()}, and was ended ({limit})")
-        ray.kill(culprit.handle)
+        if isinstance(culprit, WatchedRay):  # whoever waits in it would end with it, silently
+            stopping.end_run(self.failure)
+        else:
+            ray.kill(culprit.handle)

@@ -1,0 +1,99 @@
+"""Ray's own processes on this machine, and how a process that has died is named."""
+
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import ray
+
+from openrlhf.errors import EngineError
+
+RAY_PROCESSES = {"raylet": "raylet", "gcs_server": "GCS"}  # without which no run goes on
+GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+NUM_LINES = 3  # of a log
+NOISE = re.compile(r"\[[^\]]* [DIW] \d+ \d+\]|:\w+:")  # Ray's own lines about what goes well
+# What faulthandler writes of a signal that a process cannot outlive.
+CRASHES = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL,
+    "Floating-point exception": signal.SIGFPE,
+}
+
+
+def ray_processes() -> dict[str, psutil.Process]:
+    """Return the raylet and the GCS of the connected cluster by name, as far as they run here."""
+    session = ray._private.worker._global_node.session_name
+    found = {}
+    for process in psutil.process_iter(["name", "cmdline"]):
+        name, words = process.info["name"], process.info["cmdline"] or ()
+        if name in RAY_PROCESSES and any(session in word for word in words):
+            found[f"Ray's {RAY_PROCESSES[name]}"] = process
+    return found
+
+
+def is_dead(process: psutil.Process) -> bool:
+    """Return True once a process has ended."""
+    try:
+        return not process.is_running() or process.status() in GONE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    """Return True for a process that rests until it is told to go on (SIGSTOP)."""
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def death_of_ray(who: str, process: psutil.Process) -> EngineError:
+    """Return the error for one of Ray's own processes that has died."""
+    try:
+        code = process.wait(timeout=0)  # of a child; negative for a signal
+    except psutil.Error:
+        code = None
+    how = "ended" if code is None else f"exited with code {code}"
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+    name = next(name for name, title in RAY_PROCESSES.items() if who.endswith(title))
+    return EngineError(f"{who} died: pid {process.pid} {how}{last_lines(folder / f'{name}.err')}")
+
+
+def death_of_worker(text: str, who: str, log: str) -> EngineError:
+    """Return the error for a rank or an engine whose process has died, by what Ray says of it,
+    without its guesses; `log` begins the names of its logs.
+    """
+    pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
+    files = sorted(
+        Path(log).parent.glob(f"{Path(log).name}*"), key=lambda file: file.stat().st_mtime
+    )
+    said = files[-1].read_text(errors="replace") if files else ""
+    crash = re.search(r"^Fatal Python error: (.+?)$", said, re.MULTILINE)
+    code = re.search(r"exit code (\d+)", text)
+    if crash:
+        how = f"was ended by {CRASHES[crash[1]].name}" if crash[1] in CRASHES else crash[1]
+    elif "SIGTERM" in text and "connection error" not in text:
+        how = "was ended by SIGTERM"
+    elif "connection error" in text:  # it could not say a word
+        how = "was killed by SIGKILL, as for lack of memory"
+    elif code:
+        how = f"exited with code {code[1]}"
+    else:
+        return EngineError(f"{who} died: {text.splitlines()[-1].strip()}")
+    own = f"pid {pid[1]} {how}" if pid else how
+    return EngineError(f"{who} died: {own}{last_lines(files[-1]) if files else ''}")
+
+
+def last_lines(path: Path) -> str:
+    """Return the end of a log as the end of a sentence; empty without any."""
+    try:
+        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    except OSError:
+        return ""
+    told = " | ".join([line for line in lines if line and not NOISE.match(line)][-NUM_LINES:])
+    return f". The end of {path}: {told}" if told else ""
