@@ -22,7 +22,13 @@ from openrlhf.datasets.template_fields import (
     writing_of,
 )
 from openrlhf.errors import ConfigError
-from openrlhf.utils.tokenizer import TemplateError, TextEncoder, chat_template_of, render_chat
+from openrlhf.utils.tokenizer import (
+    OF_ROWS,
+    TemplateError,
+    TextEncoder,
+    chat_template_of,
+    render_chat,
+)
 
 Span = tuple[int, int]
 
@@ -36,7 +42,6 @@ _ROLE_NAMES = {
 }
 _CALLS = ("function_call", "tool_call")  # roles whose text is the JSON of calls
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
-TAKEN = {"messages", "tools", "chat_template", "add_generation_prompt"}  # what no variable sets
 RENDERED = "is_rendered"  # column of `batch_inference`: the prompt is text as the model read it
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -360,7 +365,7 @@ def _variables(value: object) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise RowError(f"'chat_template_kwargs' is {value!r}, not an object")
     found = _without_nulls(value or {})
-    if taken := TAKEN & found.keys():
+    if taken := OF_ROWS & found.keys():
         raise RowError(f"'chat_template_kwargs' sets {min(taken)}, which the row itself does")
     return found
 

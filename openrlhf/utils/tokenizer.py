@@ -35,6 +35,8 @@ RENDER_S = 20.0  # for one dialogue: templates come with models, which nobody ha
 _STAND_IN, _FIRST_LETTER = "\ufdd0", 0xF0000
 # Never merges with what follows; takes the prefix space that a tokenizer puts before text.
 _ANCHOR = "\n"
+# Variables of a template that rows and commands set themselves.
+OF_ROWS = frozenset({"messages", "tools", "chat_template", "add_generation_prompt"})
 
 
 def load_tokenizer(
@@ -93,6 +95,10 @@ def _with_defaults(tokenizer: Tokenizer, variables: str) -> str | dict[str, str]
         raise ConfigError(
             f"--chat_template_kwargs {variables} is no JSON object of variables. Type one such as "
             """'{"enable_thinking": false}'."""
+        )
+    if taken := OF_ROWS & found.keys():
+        raise ConfigError(
+            f"--chat_template_kwargs sets {min(taken)}, which rows do themselves. Leave it out."
         )
     if unread := [name for name in found if not names(str(template), name)]:
         raise ConfigError(

@@ -129,6 +129,9 @@ def test_a_flag_sets_variables_of_the_template_for_all_rows_and_for_the_export(t
     assert shown.startswith("<|user|>")
     with pytest.raises(ConfigError, match="sets thinking, which the chat template of"):
         load_tokenizer(path, template_variables='{"thinking": 1}')
+    for name in ("messages", "add_generation_prompt"):
+        with pytest.raises(ConfigError, match=f"sets {name}, which rows do themselves"):
+            load_tokenizer(path, template_variables=f'{{"{name}": []}}')
     with pytest.raises(ConfigError, match="no JSON object of variables"):
         load_tokenizer(path, template_variables="enable_thinking=false")
 
