@@ -536,8 +536,10 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _finite(text: str) -> float:
-    number = float(text)
-    return _refuse_constant(text) if math.isinf(number) else number
+    """Return a number; raise ValueError for one that is too large or too small for a float."""
+    number, digits = float(text), text.lower().partition("e")[0]
+    is_lost = math.isinf(number) or (number == 0 and re.search("[1-9]", digits) is not None)
+    return _refuse_constant(text) if is_lost else number
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -561,7 +563,16 @@ def _csv_options(path: Path, problems: list[str]) -> dict[str, Any]:
         for number, cells in enumerate(records, start=1):
             if len(cells) != len(names):
                 told = f"{len(cells)} cells, and the first line names {len(names)} columns"
-                problems.append(f"{path}: row {number}: {told}. Quote a cell with a comma in it")
+                is_short = len(cells) < len(names)
+                remedy = (
+                    "Add those that are missing" if is_short else "Quote one with a comma in it"
+                )
+                problems.append(f"{path}: row {number}: {told}. {remedy}")
+    if "" in names:
+        raise DataError(
+            f"{path} has a column without a name: {', '.join(names)}. Name it, or leave out the "
+            "comma in all lines."
+        )
     if len(set(names)) < len(names):
         raise DataError(f"{path} has two columns of one name: {', '.join(names)}. Rename one.")
     features = Features({name: Value("string") for name in names})

@@ -190,10 +190,11 @@ def test_values_stand_in_the_table_as_they_stand_in_the_file(tmp_path, values):
     assert json.dumps(list(found)) == json.dumps([*values, values[0]])
 
 
-def test_a_number_beyond_floats_is_refused_by_its_line(tmp_path):
+@pytest.mark.parametrize("number", ["1e400", "-1E400", "1e-400"])
+def test_a_number_beyond_floats_is_refused_by_its_line(tmp_path, number):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 0.1}\n{"a": [1e400]}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl:2: not JSON: 1e400 is not a number that"):
+    path.write_text(f'{{"a": 0.1}}\n{{"a": [0.0, 0e5, {number}]}}\n')
+    with pytest.raises(DataError, match=rf"rows.jsonl:2: not JSON: {number} is not a number that"):
         load_rows(str(path))
 
 
@@ -222,12 +223,13 @@ def test_cells_of_a_csv_are_text_as_it_stands(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a,b\n1,2\n3\n", r"csv: row 2: 1 cells, and the first line names 2 columns. Quote"),
+        (b"a,b\n1,2\n3\n", r"csv: row 2: 1 cells, and the first line names 2 columns. Add"),
         (b"a,b\nHi, you,x\nBye, you,y\n", r"csv: row 1: 3 cells"),
         (b"a,b\nBye,ciao,\n\nHi,x,\n", r"csv: row 2: 3 cells"),
         (b'a,b\n"x\ny",1\n"say \\"hi\\", ok",x\n', r"csv: row 2: 3 cells"),
         (b"a,b\n1,\xff\n", r"csv:2: .*can't decode byte 0xff"),
         (b"a\n1\n\0\0\0\0", r"csv:3: zero bytes"),
+        (b"a,b,\n1,2,\n", r"csv has a column without a name: a, b, \. Name it"),
         (b"a,a\n1,2\n", r"csv has two columns of one name: a, a. Rename"),
         (b"a,b\n", r"has 0 rows"),
     ],
