@@ -12,8 +12,8 @@ from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import DPOConfig, PRMConfig, SFTConfig
 from openrlhf.datasets.command_data import inference_data, ppo_data, supervised_data
 from openrlhf.errors import Gathered
-from openrlhf.utils.tokenizer import load_tokenizer
-from tests.tiny import make_reward_model, write_jsonl
+from openrlhf.utils.tokenizer import tokenizer_of
+from tests.tiny import CHAT_TEMPLATE, make_reward_model, write_jsonl
 
 ASKED, ANSWER = "<|user|>2+2?<|end|><|assistant|>", "4<|end|> <|user|>"
 ANSWERED = {"prompt": ASKED, "completion": ANSWER}
@@ -55,7 +55,7 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
     else:
         data_set, *_ = ppo_data(config) if config_class is PPOConfig else supervised_data(config)
     rows = data_set.read(gathered)
-    samples = data_set.tokenise(gathered, rows, load_tokenizer(str(model)))
+    samples = data_set.tokenise(gathered, rows, tokenizer_of(config, str(model)))
     ids = samples._example(0)[0][0][0].tolist()
     return samples.notices, [token_id for token_id in ids if token_id < 6]
 
@@ -75,13 +75,28 @@ def test_control_tokens_in_plain_text_are_text_only_where_data_is_not_trusted(
     assert f"{line} text" in notices
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "rl", "generate"])
-def test_control_tokens_in_messages_are_text(name, tmp_path, model) -> None:
+def dialogue(name: str) -> dict:
+    """The row of a command as messages."""
     turn = {"role": "user", "content": ASKED}
     row = {**CASES[name][2], "prompt": [turn]}
     for column in ("completion", "chosen", "rejected"):
         if column in row:
             row[column] = [{"role": "assistant", "content": row[column]}]
-    notices, ids = made(name, tmp_path, model, row)
+    return row
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "rl", "generate"])
+def test_commands_set_variables_of_the_template(name, tmp_path, model) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% if tools_are_on %}<|tool|>{% endif %}" + CHAT_TEMPLATE)
+    flags = f"--tokenizer_chat_template {template}"
+    assert made(name, tmp_path, model, dialogue(name), flags)[1][0] == 3
+    flags += ' --chat_template_kwargs {"tools_are_on":true}'
+    assert made(name, tmp_path, model, dialogue(name), flags)[1][0] == 5
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "rl", "generate"])
+def test_control_tokens_in_messages_are_text(name, tmp_path, model) -> None:
+    notices, ids = made(name, tmp_path, model, dialogue(name))
     assert ids == [3, 1, 4, *(END if name in ("sft", "dpo") else [])]
     assert "1 of 1 rows spell control tokens, which are read as text" in notices
