@@ -64,7 +64,7 @@ def test_the_harness_counts_what_a_served_model_gets_right(folder: Path) -> None
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = str(probe.getsockname()[1])
-    own = ["--port", port, "--gpu-memory-utilization", "0.2", "--enforce-eager"]
+    own = ["--port", port]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen([sys.executable, *serve, *own], stdout=log, stderr=log)
     try:
