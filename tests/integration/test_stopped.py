@@ -28,7 +28,7 @@ FLAGS = (
 
 
 @pytest.mark.parametrize(
-    ("title", "who"), [("LLMRayActor", "engine vllm-0"), ("RankActor", "actor rank . of 2")]
+    ("title", "who"), [("LLMRayActor", "engine vllm-0"), ("PolicyModelActor", "actor rank . of 2")]
 )
 def test_a_stopped_process_is_named_and_the_run_ends(
     ray_cluster: None,

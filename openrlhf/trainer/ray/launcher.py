@@ -243,8 +243,10 @@ class RayActorGroup(WorkerGroup):
         self.ranks_per_share = config.ds.ranks_per_share
         self.num_shares = len(slots) // self.ranks_per_share
         self.nodes: list[str] = []  # address of every rank's node; empty until all have joined
+        # `ps` and Ray's tools show the class of an actor: that of the model.
+        actor_class = type(worker_class.__name__, (RankActor,), {})
         self.handles = [
-            start_actor(RankActor, (worker_class, config, role, run_dir, rank, len(slots)), slot)
+            start_actor(actor_class, (worker_class, config, role, run_dir, rank, len(slots)), slot)
             for rank, slot in enumerate(slots)
         ]
 
