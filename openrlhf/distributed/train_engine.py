@@ -209,7 +209,7 @@ class TrainEngine:
         NumericsError. In fp16 it belongs to finding the loss scale: it is logged, `inf` is
         returned, and only many in a row raise.
         """
-        before = [(weights.clone(), stride) for weights, stride in _samples(self.engine)]
+        before = _samples(self.engine)
         grad_norm = self._plain_step() if self._is_plain else self._zero_step()
         if math.isfinite(grad_norm):
             self.update_ratio = _change(before, _samples(self.engine))
@@ -435,22 +435,21 @@ def _parts(engine: "DeepSpeedEngine") -> Iterator[Part]:
             yield Part(name, parameter, here.start, here.numel, flat, there.start)
 
 
-def _samples(engine: "DeepSpeedEngine") -> Iterator[tuple[Tensor, int]]:
-    """Yield evenly spaced numbers of each parameter that this rank optimizes, and the spacing."""
+def _samples(engine: "DeepSpeedEngine") -> Tensor:
+    """Return evenly spaced numbers of what this rank optimizes, as one fp32 vector whose norm is
+    about that of all: each number is scaled by the root of how many it stands for.
+    """
+    samples = []
     for part in _parts(engine):
         stride = max(1, part.numel // MAX_SAMPLED)
-        yield part.of(part.flat)[::stride], stride
+        samples.append(part.of(part.flat)[::stride].float() * math.sqrt(stride))
+    return torch.cat(samples) if samples else torch.zeros(1)  # a rank may optimize nothing
 
 
-def _change(before: Iterable[tuple[Tensor, int]], after: Iterable[tuple[Tensor, int]]) -> float:
+def _change(before: Tensor, after: Tensor) -> float:
     """Return the norm of the change of samples by that of their values before; 0 of none."""
-    changes, sizes = [], []
-    for (old, stride), (new, _) in zip(before, after, strict=True):
-        changes.append(stride * (new.float() - old.float()).square().sum())
-        sizes.append(stride * old.float().square().sum())
-    if not sizes or (size := torch.stack(sizes).sum().item()) == 0:
-        return 0.0
-    return math.sqrt(torch.stack(changes).sum().item() / size)
+    norms = torch.stack([(after - before).norm(), before.norm()]).tolist()
+    return norms[0] / norms[1] if norms[1] else 0.0
 
 
 def _trained(engine: "DeepSpeedEngine") -> list[tuple[str, nn.Parameter]]:

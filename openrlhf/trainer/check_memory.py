@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from openrlhf.algorithms.tokens import MAX_LOGIT_ROWS
+from openrlhf.algorithms.tokens import max_logit_rows
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.distributed.strategy import MAX_BUCKET_SIZE, ModelFacts, effective_stage
@@ -48,6 +48,7 @@ class Shape:
     module: nn.Module  # on torch's device `meta`
     config: PretrainedConfig
     dtype: torch.dtype
+    device_type: str  # where it will run: cpu or cuda
 
     @property
     def num_parameters(self) -> int:
@@ -100,9 +101,11 @@ class Share:
 def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cuda: bool) -> Shape:
     """Return a model without weights, with its adapter if it trains with one."""
     facts = load_config(model.path, trust_remote_code=command.trust_remote_code)
-    dtype = resolve_dtype(ds.param_dtype, facts, device_type="cuda" if is_cuda else "cpu")
+    device_type = "cuda" if is_cuda else "cpu"
+    dtype = resolve_dtype(ds.param_dtype, facts, device_type=device_type)
     module = empty_model(facts, command, dtype=dtype, scores=model.scores)
-    return Shape(add_lora(module, ds.lora) if model.trains else module, facts, dtype)
+    learner = add_lora(module, ds.lora) if model.trains else module
+    return Shape(learner, facts, dtype, device_type)
 
 
 def facts_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> ModelFacts:
@@ -187,7 +190,8 @@ def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
         kept += (FP32 + 2 * size) * hidden  # the last norm and the input of the head
         layer = layer if model.recomputes else 0.0
     num_tokens = model.num_tokens / ds.ring_attn_size
-    num_logits = min(MAX_LOGIT_ROWS, num_tokens) * text.vocab_size / ds.tensor_parallel_size
+    num_rows = min(max_logit_rows(shape.device_type), num_tokens)
+    num_logits = num_rows * text.vocab_size / ds.tensor_parallel_size
     learns_head = model.trains and not model.scores and not ds.lora.rank and size < FP32
     head = learns_head * FP32 * hidden * text.vocab_size / ds.tensor_parallel_size
     return (kept + layer) * num_tokens + 2 * FP32 * num_logits + head

@@ -31,7 +31,7 @@ def rows_on_gpus(folder: Path) -> list:
     model = Actor(load_causal_lm(folder / "qwen2", command(param_dtype="fp32"))).to(device)
     found = []
     for lengths in shared.ROWS.values():
-        batch = shared.batch_of(lengths).to(model.device)
+        batch = shared.batch_of(lengths).to(device)
         model.context = None
         alone = shared.outcome(model, batch)
         for mode in MODES:
