@@ -21,7 +21,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_updates import StepFacts, update_model
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, seen_column
+from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup, start_forward
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout

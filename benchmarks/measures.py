@@ -166,7 +166,7 @@ def _policy(work: w.Workload, folder: Path, *, zero_stage: int = 2) -> object:
 
 def policy_update(work: w.Workload) -> Callable[[], object]:
     """The policy's update on the same rows: packed, DeepSpeed, PPO loss on the response tokens."""
-    from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates, update_shares
+    from openrlhf.trainer.ppo_utils.update_plan import plan_updates, update_shares
 
     actor, experience = _policy(work, work.model.parent), _experience(work)
     size = work.num_completions

@@ -43,9 +43,9 @@ Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
 RLConfigT = TypeVar("RLConfigT", bound=PPOConfig)
 
 if TYPE_CHECKING:
-    from openrlhf.trainer.ppo_evaluate import Evaluation
+    from openrlhf.commands.evaluate import Evaluation
+    from openrlhf.commands.train_supervised import Recipe
     from openrlhf.trainer.ppo_trainer import PPOTrainer
-    from openrlhf.trainer.supervised_run import Recipe
 
 quiet_frameworks()  # they read it when they are imported: at the first run
 
@@ -140,7 +140,7 @@ class Supervised(Method[ConfigT]):
     ) -> Result:
         """Train with a config, or with settings. `trainer` is a subclass of the method's own."""
         config = self._given(config, settings)
-        run = resolve_name("openrlhf.trainer.supervised_run:run_supervised")
+        run = resolve_name("openrlhf.commands.train_supervised:run_supervised")
         recipe = trainer or resolve_name(self.recipe)
         with stopping.listening(), CallbackErrorAlone():
             run(recipe, config, callbacks=callbacks)
@@ -197,7 +197,7 @@ class Reinforcement(Rewarded[PPOConfig]):
         docs/reward-functions.md, or several.
         """
         config = self._given(config, settings, reward)
-        own_class = resolve_name("openrlhf.trainer.ppo_run:trainer_class")(config)
+        own_class = resolve_name("openrlhf.commands.train_rl:trainer_class")(config)
         if trainer and not issubclass(trainer, own_class):
             raise ConfigError(
                 f"trainer is {trainer.__name__}. With async_train give a subclass of "
@@ -223,7 +223,7 @@ class Evaluating(Rewarded[EvaluateConfig]):
     ) -> "list[Evaluation]":
         """Evaluate with a config, or with settings; return the measurements of each of `models`."""
         config = self._given(config, settings, reward)
-        run = resolve_name("openrlhf.trainer.ppo_evaluate:run_evaluation")
+        run = resolve_name("openrlhf.commands.evaluate:run_evaluation")
         with stopping.listening():
             return run(config, reward_source=self._source(config, reward))
 
@@ -234,6 +234,6 @@ dpo = Supervised(DPOConfig, "openrlhf.trainer.dpo_trainer:DPOTrainer")
 kto = Supervised(KTOConfig, "openrlhf.trainer.kto_trainer:KTOTrainer")
 prm = Supervised(PRMConfig, "openrlhf.trainer.prm_trainer:PRMTrainer")
 kd = Supervised(KDConfig, "openrlhf.trainer.kd_trainer:KDTrainer")
-ppo = Reinforcement("openrlhf.trainer.ppo_run:run_ppo_ray")
-ppo_local = Reinforcement("openrlhf.trainer.ppo_run:run_ppo_local")
+ppo = Reinforcement("openrlhf.commands.train_rl:run_ppo_ray")
+ppo_local = Reinforcement("openrlhf.commands.train_rl:run_ppo_local")
 evaluate = Evaluating(EvaluateConfig)

@@ -21,9 +21,9 @@ LAYERS = {
     "report": 4,
     "rollout": 5,
     "trainer": 6,
-    "serving": 6,
-    "cli": 7,
-    "api": 8,
+    "commands": 7,
+    "cli": 8,
+    "api": 9,
 }
 
 # Third-party libraries a module may import at its top; the longest matching name counts.
@@ -52,9 +52,9 @@ HOMES = {
     "openrlhf.rollout.agents.episodes": {"torch", "pydantic"},
     "openrlhf.rollout.agents.openai_server": {"fastapi", "pydantic", "pydantic_core", "uvicorn"},
     "openrlhf.trainer": {"torch"},
-    "openrlhf.trainer.check": {"torch", "transformers", "psutil", "rich"},
-    "openrlhf.serving": {"torch", "transformers"},
-    "openrlhf.serving.reward_server": {"torch", "fastapi", "pydantic", "starlette", "uvicorn"},
+    "openrlhf.commands.check": {"torch", "transformers", "psutil", "rich"},
+    "openrlhf.commands": {"torch", "transformers"},
+    "openrlhf.commands.serve_rm": {"torch", "fastapi", "pydantic", "starlette", "uvicorn"},
     "openrlhf.trainer.ppo_utils": {"torch", "numpy"},
     "openrlhf.trainer.ray": {"torch", "ray", "psutil"},
     "openrlhf.cli": set(),
@@ -71,8 +71,6 @@ def package_of(name: str) -> str:
 def trainer_part(name: str) -> str:
     """Which part of layer 6 a module is: a key of PARTS_BELOW."""
     part = name.split(".")[2] if name.count(".") >= 2 else ""
-    if part.split("_")[0] == "check":
-        return "check"
     if part in ("ray", "ppo_utils", "workers"):
         return part
     if part in ("local_cluster", "device_phases"):
@@ -81,7 +79,6 @@ def trainer_part(name: str) -> str:
 
 
 PARTS_BELOW = {
-    "check": {"check", "supervised", "ppo_trainer", "cluster", "ray", "workers", "ppo_utils"},
     "supervised": {"supervised"},
     "ppo_trainer": {"ppo_trainer", "cluster", "ray", "workers", "ppo_utils"},
     "ray": {"ray", "cluster", "workers", "ppo_utils"},

@@ -21,7 +21,7 @@ def load(config: BatchInferenceConfig) -> Work:
     if config.eval_task == "generate_vllm" and topology.world_size > 1 and names:
         size = config.vllm.tensor_parallel_size or 1
         os.environ[VISIBLE] = ",".join(own_gpus(names, topology.local_rank, size))
-    return imported("openrlhf.serving.batch_inference:run_batch_inference")(config)
+    return imported("openrlhf.commands.infer:run_batch_inference")(config)
 
 
 def own_gpus(names: Sequence[str], local_rank: int, size: int) -> Sequence[str]:

@@ -6,8 +6,8 @@ from openrlhf.config.evaluation import EvaluateConfig
 main = Command(
     "openrlhf eval",
     EvaluateConfig,
-    imported("openrlhf.trainer.ppo_evaluate:run_evaluation"),
-    imported("openrlhf.trainer.check:check_evaluation"),
+    imported("openrlhf.commands.evaluate:run_evaluation"),
+    imported("openrlhf.commands.check:check_evaluation"),
 )
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 from openrlhf.cli.runner import Command, imported
 from openrlhf.config.serving import ChatConfig
 
-main = Command(
-    "openrlhf chat", ChatConfig, imported("openrlhf.serving.interactive_chat:run_interactive_chat")
-)
+main = Command("openrlhf chat", ChatConfig, imported("openrlhf.commands.chat:run_interactive_chat"))
 
 if __name__ == "__main__":
     main()

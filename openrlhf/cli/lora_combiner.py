@@ -6,7 +6,7 @@ from openrlhf.config.serving import LoraCombinerConfig
 main = Command(
     "openrlhf merge-lora",
     LoraCombinerConfig,
-    imported("openrlhf.trainer.lora_combiner:run_lora_combiner"),
+    imported("openrlhf.commands.merge_lora:run_lora_combiner"),
 )
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from openrlhf.cli.runner import Command, imported
 from openrlhf.config.serving import ReplayConfig
 
-main = Command("openrlhf replay", ReplayConfig, imported("openrlhf.trainer.ppo_replay:run_replay"))
+main = Command("openrlhf replay", ReplayConfig, imported("openrlhf.commands.replay:run_replay"))
 
 if __name__ == "__main__":
     main()

@@ -110,8 +110,8 @@ def imported(*places: str) -> Callable[[CommandConfig], Work]:
 
 def supervised(name: str, config_class: type[ConfigT], recipe: str) -> Command[ConfigT]:
     """Return the command of supervised training with the recipe at `module:name`."""
-    run = imported("openrlhf.trainer.supervised_run:run_supervised", recipe)
-    check = imported("openrlhf.trainer.check:check_supervised", recipe)
+    run = imported("openrlhf.commands.train_supervised:run_supervised", recipe)
+    check = imported("openrlhf.commands.check:check_supervised", recipe)
     return Command(name, config_class, run, check)
 
 

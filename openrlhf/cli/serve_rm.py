@@ -4,7 +4,7 @@ from openrlhf.cli.runner import Command, imported
 from openrlhf.config.serving import ServeRewardConfig
 
 main = Command(
-    "openrlhf serve-rm", ServeRewardConfig, imported("openrlhf.serving.reward_server:serve_rewards")
+    "openrlhf serve-rm", ServeRewardConfig, imported("openrlhf.commands.serve_rm:serve_rewards")
 )
 
 if __name__ == "__main__":

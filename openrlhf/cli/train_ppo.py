@@ -6,8 +6,8 @@ from openrlhf.config.ppo import PPOConfig
 main = Command(
     "openrlhf ppo-local",
     PPOConfig,
-    imported("openrlhf.trainer.ppo_run:run_ppo_local"),
-    imported("openrlhf.trainer.check:check_ppo_local"),
+    imported("openrlhf.commands.train_rl:run_ppo_local"),
+    imported("openrlhf.commands.check:check_ppo_local"),
 )
 
 if __name__ == "__main__":

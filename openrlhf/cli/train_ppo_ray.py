@@ -6,8 +6,8 @@ from openrlhf.config.ppo import PPOConfig
 main = Command(
     "openrlhf ppo",
     PPOConfig,
-    imported("openrlhf.trainer.ppo_run:run_ppo_ray"),
-    imported("openrlhf.trainer.check:check_ppo_ray"),
+    imported("openrlhf.commands.train_rl:run_ppo_ray"),
+    imported("openrlhf.commands.check:check_ppo_ray"),
 )
 
 if __name__ == "__main__":

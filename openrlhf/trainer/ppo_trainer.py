@@ -1,7 +1,8 @@
 """The RL step on one screen: generate, make experience, update, sync; plain Python over groups of
 workers.
 
-Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Built by ppo_run.py.
+Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Built by
+`commands.train_rl`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,18 +16,18 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError, RewardError
+from openrlhf.rollout.evaluation import evaluation_metrics
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.local_cluster import Cluster
-from openrlhf.trainer.ppo_checkpoints import RunState
 from openrlhf.trainer.ppo_dumps import DUMPS, StepDump
-from openrlhf.trainer.ppo_setup import RunInputs, say_dropped
+from openrlhf.trainer.ppo_inputs import RunInputs, say_dropped
+from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_updates import StepFacts, trained_roles, update_model
-from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
-from openrlhf.trainer.ppo_utils.replay_buffer import seen_column
+from openrlhf.trainer.ppo_utils.update_plan import seen_column
 from openrlhf.trainer.ppo_utils.worker_group import Forward
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils import stopping

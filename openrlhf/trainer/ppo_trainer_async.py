@@ -7,7 +7,7 @@ from typing import Any
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.async_controller import AsyncLimits
 from openrlhf.rollout.rollout_queue import RolloutQueue
-from openrlhf.trainer.ppo_setup import RunInputs, say_dropped
+from openrlhf.trainer.ppo_inputs import RunInputs, say_dropped
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.replay_buffer import (
+from openrlhf.trainer.ppo_utils.update_plan import (
     UpdateResult,
     mix_texts,
     plan_updates,

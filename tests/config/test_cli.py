@@ -2,7 +2,7 @@
 environment variables that a run honours.
 
 MASTER_ADDR and MASTER_PORT are torch's own: ranks of tests/distributed/spawn.py meet there. Numbers
-of asynchronous training: test_settings.py; GPUs: tests/serving/test_batch_inference.py.
+of asynchronous training: test_settings.py; GPUs: tests/commands/test_infer.py.
 """
 
 import os

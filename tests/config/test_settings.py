@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.commands.rl_inputs import planned_updates
 from openrlhf.config.base import CommandConfig, Option, OwnFunction, is_given, value_at, walk
 from openrlhf.config.cli import Reading, flag_table, parse_config
 from openrlhf.config.evaluation import EvaluateConfig
@@ -35,7 +36,6 @@ from openrlhf.config.supervised import (
     SFTConfig,
 )
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ppo_setup import planned_updates
 from openrlhf.trainer.ppo_utils.demands import ClusterView, role_demands
 
 SETTINGS = Path(__file__).with_name("settings.txt")

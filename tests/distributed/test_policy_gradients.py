@@ -16,7 +16,7 @@ from torch import Tensor
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
+from openrlhf.trainer.ppo_utils.update_plan import UpdateStep
 from openrlhf.trainer.workers.critic_and_frozen import CriticModelActor
 from openrlhf.trainer.workers.model_worker import ModelWorker
 from openrlhf.trainer.workers.policy import PolicyModelActor

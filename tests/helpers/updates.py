@@ -3,7 +3,7 @@
 from typing import Any
 
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateShare, plan_updates, update_shares
+from openrlhf.trainer.ppo_utils.update_plan import UpdateShare, plan_updates, update_shares
 
 
 def planned_shares(experience: Experience, num_ranks: int, **options: Any) -> list[UpdateShare]:

@@ -104,7 +104,7 @@ def test_a_machine_that_is_out_of_something_is_one_line_and_exit_code_3(
     def prepare(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("openrlhf.trainer.ppo_run.prepare_inputs", prepare)
+    monkeypatch.setattr("openrlhf.commands.train_rl.prepare_inputs", prepare)
     code, errors = run(capsys, GOOD, **given)
     assert (code, len(errors)) == (3, 1)
     assert errors[0].startswith("error: this machine is out of something: Too many open files.")

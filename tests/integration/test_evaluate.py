@@ -56,7 +56,7 @@ def evaluated(given: Path) -> tuple[Path, str]:
     words += " --eval_temperature 1"
     lines: list[str] = []
     with said.context() as patch:
-        for module in ("trainer.ppo_evaluate", "distributed.checkpoints"):
+        for module in ("commands.evaluate", "distributed.checkpoints"):
             patch.setattr(f"openrlhf.{module}.notice", lines.append)
         evaluate.main(f"{words} {SIZES} --save_path {out}".split())
     return out, "\n".join(lines)

@@ -144,7 +144,7 @@ def test_a_run_that_ends_while_it_loads_or_exports_says_how_to_go_on(
             os.kill(os.getpid(), signal.SIGINT)
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"openrlhf.trainer.ppo_run.{interrupted}", interrupt)
+            patch.setattr(f"openrlhf.commands.train_rl.{interrupted}", interrupt)
             assert start(root, run, flags) == 130
         return capsys.readouterr().err.splitlines()[-1]
 

@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from matplotlib.figure import Figure
 
 from openrlhf.cli.main import main
+from openrlhf.commands import train_rl
 from openrlhf.config.cli import parse_config, save_resolved
 from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.supervised import KTOConfig, SFTConfig
@@ -25,7 +26,6 @@ from openrlhf.report.picture import _draw
 from openrlhf.report.report import reporting, write_report
 from openrlhf.report.run_folder import read_runs
 from openrlhf.report.server import make_app
-from openrlhf.trainer import ppo_run
 from tests.integration.ppo_runs import GRPO, make_inputs, start
 from tests.report.run_folders import ATTACK, make_run, write_metrics
 
@@ -334,7 +334,7 @@ def test_training_that_fails_while_models_load_ends_with_a_report_and_starts_ane
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ppo_run, "init_models", fail)
+        patch.setattr(train_rl, "init_models", fail)
         for seed in ("1", "2"):  # each start says its own
             assert start(root, run_dir, GRPO, "--max_samples", "4", "--seed", seed) != 0
             assert f"seed: {seed}\n" in (run_dir / "config.yaml").read_text()

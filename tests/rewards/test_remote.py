@@ -11,12 +11,12 @@ from datetime import date
 
 import pytest
 
+from openrlhf.commands.serve_rm import read_request
 from openrlhf.config.serving import ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards import remote
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.remote import RemoteReward, body_of
-from openrlhf.serving.reward_server import read_request
 from tests.rewards.servers import (
     Answer,
     RewardServer,

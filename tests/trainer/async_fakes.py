@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from openrlhf.commands.rl_inputs import planned_updates
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
@@ -21,10 +22,9 @@ from openrlhf.errors import RewardError
 from openrlhf.rollout.rollout import RolloutRequest, Rollouts, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.trainer.device_phases import DevicePhases
-from openrlhf.trainer.ppo_checkpoints import RunState
-from openrlhf.trainer.ppo_setup import planned_updates
+from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult
+from openrlhf.trainer.ppo_utils.update_plan import UpdateResult
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils.metrics import Metrics

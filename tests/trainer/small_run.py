@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openrlhf.commands.train_supervised import Checkpointer
 from openrlhf.config.cli import parse_config
 from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
@@ -16,7 +17,6 @@ from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs
-from openrlhf.trainer.supervised_run import Checkpointer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracking import Tracker
 

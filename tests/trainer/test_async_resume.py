@@ -12,7 +12,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
 from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.rollout_queue import Kept, read_groups, write_groups
-from openrlhf.trainer.ppo_checkpoints import RunState
+from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.utils.metrics import Metrics
 from tests.trainer.async_fakes import TrainerBroke, World, make_trainer

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from openrlhf.commands.rl_inputs import pass_rate
+from openrlhf.commands.train_supervised import Checkpointer
 from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptCursor
@@ -26,9 +28,7 @@ from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.device_phases import DevicePhases
-from openrlhf.trainer.ppo_checkpoints import RunState
-from openrlhf.trainer.ppo_setup import pass_rate
-from openrlhf.trainer.supervised_run import Checkpointer
+from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from tests.distributed.spawn import run_ranks
 from tests.trainer.small_run import (

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import nn
 
+from openrlhf.commands.rl_inputs import prepare_inputs
+from openrlhf.commands.train_rl import _run, worker_classes
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.local_cluster import Cluster
-from openrlhf.trainer.ppo_checkpoints import open_run
-from openrlhf.trainer.ppo_run import _run, worker_classes
-from openrlhf.trainer.ppo_setup import prepare_inputs
+from openrlhf.trainer.ppo_state import open_run
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, RoleDemand
 from tests.engines.receiving import ReceivingModel

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
-from openrlhf.trainer.ppo_utils.replay_buffer import (
+from openrlhf.trainer.ppo_utils.update_plan import (
     num_updates_per_rollout,
     without_zero_advantages,
 )

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from openrlhf.commands.train_supervised import prepare_inputs
 from openrlhf.config.cli import parse_config
 from openrlhf.config.supervised import (
     DPOConfig,
@@ -33,7 +34,6 @@ from openrlhf.trainer.kto_trainer import KTOTrainer
 from openrlhf.trainer.prm_trainer import PRMTrainer
 from openrlhf.trainer.rm_trainer import RMTrainer
 from openrlhf.trainer.sft_trainer import SFTTrainer
-from openrlhf.trainer.supervised_run import prepare_inputs
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, make_reward_model, write_jsonl
 from tests.trainer.gradients import response_logprob, step_gradient

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import transformers
 
+from openrlhf.commands import check_memory as memory
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.trainer import check_memory as memory
 from tests.source import ROOT
 
 # Hidden size, layers, heads, key heads, MLP, vocabulary; the smallest ties its embeddings.

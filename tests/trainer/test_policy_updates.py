@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from openrlhf.algorithms.kl import kl_per_token
 from openrlhf.algorithms.off_policy import Correction
+from openrlhf.commands.rl_inputs import check_models, check_tokens
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sft_dataset import SFTExample
@@ -20,9 +21,8 @@ from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardModel
-from openrlhf.trainer.ppo_setup import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.replay_buffer import (
+from openrlhf.trainer.ppo_utils.update_plan import (
     PlannedStep,
     mix_texts,
     seen_column,

@@ -15,7 +15,7 @@ from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import CriticModel, RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
+from openrlhf.trainer.ppo_utils.update_plan import UpdateStep
 from openrlhf.trainer.workers.model_worker import ModelWorker, TrainedWorker
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch

@@ -33,7 +33,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, UpdateStep
+from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, UpdateStep
 from openrlhf.utils.gpus import peak_memory_gib
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics

@@ -22,7 +22,7 @@ from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.replay_buffer import (
+from openrlhf.trainer.ppo_utils.update_plan import (
     UpdateResult,
     UpdateStep,
     without_zero_advantages,

@@ -5,8 +5,7 @@ Everything a user can get wrong in data, paths and reward code is found here, be
 loaded.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,10 +28,11 @@ from openrlhf.rewards.base import TRUNCATED_COLUMN, RewardSource
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rewards.workers import FunctionPool
 from openrlhf.rollout.agents.worker import load_agent
-from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
-from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
+from openrlhf.rollout.evaluation import pass_rate_names
+from openrlhf.trainer.ppo_inputs import RunInputs
+from openrlhf.trainer.ppo_utils.update_plan import num_updates_per_rollout
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
-from openrlhf.utils.logging import notice, say_notices
+from openrlhf.utils.logging import say_notices
 from openrlhf.utils.own_functions import ESTIMATOR, POLICY_LOSS, check_function
 from openrlhf.utils.tokenizer import (
     Tokenizer,
@@ -47,24 +47,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 INSTEAD_OF_VLLM = "--vllm_num_engines 0: then the policy generates itself"
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """Checked inputs of a run."""
-
-    run_dir: Path
-    tokenizer: Tokenizer
-    token_texts: TokenTexts
-    prompts: PromptDataset
-    eval_prompts: PromptDataset | None
-    texts: SFTDataset | None  # pre-training text that is mixed in
-    reward_source: RewardSource | None  # a function file or servers; None: local models
-    sampling: SamplingSettings
-    eval_sampling: SamplingSettings
-    updates: list[int]  # optimizer steps of every rollout batch
-    pass_rate: str | None  # by which evaluations are compared; None: there are none
-    vocab_size: int
 
 
 def prepare_inputs(
@@ -190,14 +172,6 @@ def check_runs_without_ray(config: PPOConfig) -> None:
         raise ConfigError(
             f"{used} needs processes of their own. Use train_ppo_ray, or leave {used} out."
         )
-
-
-def say_dropped(failed: Mapping[int, str], prompts: PromptDataset) -> None:
-    """Print how many prompts were dropped, and where and why the first of them was."""
-    if failed:
-        row, reason = next(iter(failed.items()))
-        place = prompts.row_place(row)
-        notice(f"dropped {len(failed)} prompt(s) without rewards; {place}: {reason}")
 
 
 def pass_rate(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | None:

@@ -19,7 +19,7 @@ from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.rollout.rollout_queue import RolloutQueue, write_groups
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.device_phases import DevicePhases
-from openrlhf.trainer.ppo_setup import RunInputs
+from openrlhf.trainer.ppo_inputs import RunInputs
 from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
+from openrlhf.rollout.evaluation import evaluation_metrics
 from openrlhf.utils.logging import STDERR
 from openrlhf.utils.metrics import Metrics, standard_errors
 from openrlhf.utils.outcome import (

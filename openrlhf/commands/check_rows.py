@@ -23,7 +23,7 @@ from openrlhf.rollout.agents.episodes import AgentEpisodes, agent_setup
 from openrlhf.rollout.engine_pool import EnginePool
 from openrlhf.rollout.rollout import RolloutRequest
 from openrlhf.rollout.scoring import FailurePolicy, Scorer, SourceScorer
-from openrlhf.trainer.ppo_setup import RunInputs
+from openrlhf.trainer.ppo_inputs import RunInputs
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from openrlhf.trainer.ppo_utils.worker_group import Forward

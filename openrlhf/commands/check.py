@@ -18,6 +18,28 @@ from typing import Any
 import psutil
 import torch
 
+from openrlhf.commands import train_supervised
+from openrlhf.commands.check_memory import (
+    PROCESS,
+    Model,
+    Shape,
+    cache_bytes_per_token,
+    facts_of,
+    in_words,
+    peaks_of,
+    shape_of,
+    share_of,
+)
+from openrlhf.commands.check_rows import say_rows, try_rewards
+from openrlhf.commands.evaluate import evaluated_runs
+from openrlhf.commands.rl_inputs import (
+    RunInputs,
+    check_runs_without_ray,
+    gather_inputs,
+    named_models,
+)
+from openrlhf.commands.train_rl import banner_sections, worker_classes
+from openrlhf.commands.train_supervised import Recipe
 from openrlhf.config.base import UNNAMED, with_value
 from openrlhf.config.common import RunConfig
 from openrlhf.config.evaluation import EvaluateConfig
@@ -34,29 +56,8 @@ from openrlhf.engines.vllm_cpu import cache_bytes
 from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.loading import resolve_dtype, say_padded
 from openrlhf.models.support import check_here
-from openrlhf.trainer import supervised_run
 from openrlhf.trainer.base_trainer import Inputs
-from openrlhf.trainer.check_memory import (
-    PROCESS,
-    Model,
-    Shape,
-    cache_bytes_per_token,
-    facts_of,
-    in_words,
-    peaks_of,
-    shape_of,
-    share_of,
-)
-from openrlhf.trainer.check_rows import say_rows, try_rewards
 from openrlhf.trainer.local_cluster import MAX_NUM_SEQS, Cluster, local_demands
-from openrlhf.trainer.ppo_evaluate import evaluated_runs
-from openrlhf.trainer.ppo_run import banner_sections, worker_classes
-from openrlhf.trainer.ppo_setup import (
-    RunInputs,
-    check_runs_without_ray,
-    gather_inputs,
-    named_models,
-)
 from openrlhf.trainer.ppo_utils.demands import (
     TRAINED_ROLES,
     ClusterView,
@@ -66,7 +67,6 @@ from openrlhf.trainer.ppo_utils.demands import (
     reward_roles,
     role_demands,
 )
-from openrlhf.trainer.supervised_run import Recipe
 from openrlhf.utils.gpus import visible_gpus
 from openrlhf.utils.logging import notice, print_banner, warn
 
@@ -96,15 +96,15 @@ def check_supervised(recipe: Recipe, config: SupervisedConfig, said: Sequence[st
         return
     with gathering(config, said) as gathered:
         gathered.attempt(partial(DeepSpeedStrategy.of, config))
-        inputs = gathered.attempt(partial(supervised_run.prepare_inputs, recipe, config))
+        inputs = gathered.attempt(partial(train_supervised.prepare_inputs, recipe, config))
         has_gpus, num_ranks = torch.cuda.is_available(), topology.world_size
         models = _supervised_models(recipe, config, inputs, num_ranks)
         plan = Plan(config, models, gathered, has_gpus=has_gpus)
         if inputs is not None:
-            supervised_run.say_inputs(recipe, config, inputs)
+            train_supervised.say_inputs(recipe, config, inputs)
             _check_saved(config, inputs.samples, gathered)
             if (shape := plan.shapes.get(TRAINED)) is not None:
-                sections = supervised_run.banner_sections(
+                sections = train_supervised.banner_sections(
                     config,
                     inputs,
                     list(shape.module.parameters()),

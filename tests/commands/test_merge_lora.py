@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
+from openrlhf.commands.merge_lora import run_lora_combiner
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import LoraCombinerConfig
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.lora_combiner import run_lora_combiner
 from tests.tiny import make_model, make_reward_model
 
 TOKEN_IDS = torch.tensor([[10, 42, 99, 7, 130]])

@@ -15,13 +15,13 @@ import transformers
 from datasets import Dataset
 
 from openrlhf.cli.batch_inference import load, own_gpus
+from openrlhf.commands.infer import BatchTask, run_batch_inference, slice_of
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
-from openrlhf.serving.batch_inference import BatchTask, run_batch_inference, slice_of
 from tests.distributed.spawn import run_ranks
 from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 

@@ -9,14 +9,14 @@ import torch
 import transformers
 
 from openrlhf.cli import check, train_ppo_ray
+from openrlhf.commands import check as check_module
+from openrlhf.commands import check_rows
+from openrlhf.commands.check import Plan, _rl_models
+from openrlhf.commands.train_rl import worker_classes
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import Gathered
-from openrlhf.trainer import check as check_module
-from openrlhf.trainer import check_rows
-from openrlhf.trainer.check import Plan, _rl_models
 from openrlhf.trainer.local_cluster import local_demands
-from openrlhf.trainer.ppo_run import worker_classes
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 REWARD = """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.commands.train_rl import forwards_of, init_models, worker_classes
 from openrlhf.config.base import with_value
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
@@ -24,11 +25,10 @@ from openrlhf.errors import ConfigError, Gathered, NumericsError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.local_cluster import local_cluster
 from openrlhf.trainer.ppo_dumps import DUMPS, FACTS, SAMPLES
-from openrlhf.trainer.ppo_run import forwards_of, init_models, worker_classes
 from openrlhf.trainer.ppo_updates import StepFacts, trained_roles, update_model
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience, reward_kl
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateResult, seen_column
+from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.logging import notice, redirect_framework_logs, warn

@@ -24,13 +24,13 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.commands.serve_rm import read_token
 from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardModel
-from openrlhf.serving.reward_server import read_token
 from openrlhf.utils.packing import PackedBatch
-from tests.serving.served import JSON, serving, unharmed, wait_until
+from tests.commands.served import JSON, serving, unharmed, wait_until
 from tests.source import ROOT
 from tests.tiny import Payload, as_openrlhf_saves, make_reward_model
 
@@ -208,13 +208,13 @@ def line_of(process, start):
 
 SLOW_MODEL = """
 import time
-from openrlhf.serving.reward_server import ServedModel
+from openrlhf.commands.serve_rm import ServedModel
 score = ServedModel.score
 ServedModel.score = lambda self, rows: time.sleep(0.6) or score(self, rows)
 """
 ENDLESS_LOADING = """
 import time
-from openrlhf.serving.reward_server import ServedModel
+from openrlhf.commands.serve_rm import ServedModel
 def load(self):  # in short sleeps: a signal just before a long one would wait for its end
     while True:
         time.sleep(0.1)
@@ -255,7 +255,7 @@ def test_ctrl_c_ends_a_server_that_loads_its_model_at_once(reward_dir):
 
 def test_what_cannot_be_served_is_said_before_anything_listens(reward_dir, tiny_model_dir, capsys):
     from openrlhf.cli.serve_rm import main
-    from openrlhf.serving.reward_server import listen
+    from openrlhf.commands.serve_rm import listen
 
     def refused(*words):
         with pytest.raises(SystemExit) as end:

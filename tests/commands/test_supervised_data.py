@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 
+from openrlhf.commands import rl_inputs, train_supervised
 from openrlhf.config.cli import parse_config, save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.trainer import ppo_setup, supervised_run
 from openrlhf.trainer.base_trainer import Inputs
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from tests.tiny import write_jsonl
@@ -52,11 +52,11 @@ def test_a_saved_config_reads_the_data_as_it_was_recognised(
     data = write_jsonl(tmp_path / "rows.jsonl", [row] * 4)
     words = f"--pretrain {tiny_model_dir} --dataset {data} --save_path {tmp_path} {flags}".split()
     config = parse_config(config_class, words).config
-    samples = supervised_run.prepare_inputs(recipe, config).samples
+    samples = train_supervised.prepare_inputs(recipe, config).samples
     assert [line for line in samples.notices if said in line]
     save_resolved(config, tmp_path / "config.yaml")
     again = parse_config(config_class, ["--config", str(tmp_path / "config.yaml")]).config
-    repeated = supervised_run.prepare_inputs(recipe, again).samples
+    repeated = train_supervised.prepare_inputs(recipe, again).samples
     assert repeated.fingerprint == samples.fingerprint
 
 
@@ -64,7 +64,7 @@ def inputs_of(model: Path, data: Path, command: str, *flags: str) -> Inputs:
     """What a command reads of `data`, for training and for evaluation."""
     config_class, recipe, needed = COMMANDS[command]
     line = f"--pretrain {model} --dataset {data} --eval_dataset {data} {needed.format(other=model)}"
-    return supervised_run.prepare_inputs(
+    return train_supervised.prepare_inputs(
         recipe, parse_config(config_class, [*line.split(), *flags]).config
     )
 
@@ -117,17 +117,17 @@ def test_a_saved_config_leaves_open_what_evaluation_reads_otherwise(
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": DIALOGUE}] * 2)
     words = f"--pretrain {tiny_model_dir} --dataset {pairs} --eval_dataset {chats}"
     config = parse_config(SFTConfig, f"{words} --save_path {tmp_path}".split()).config
-    inputs = supervised_run.prepare_inputs(SFTTrainer, config)
+    inputs = train_supervised.prepare_inputs(SFTTrainer, config)
     save_resolved(config, tmp_path / "c.yaml")
     again = parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]).config
-    repeated = supervised_run.prepare_inputs(SFTTrainer, again)
+    repeated = train_supervised.prepare_inputs(SFTTrainer, again)
     assert repeated.eval_samples is not None and inputs.eval_samples is not None
     assert repeated.samples.fingerprint == inputs.samples.fingerprint
     assert repeated.eval_samples.fingerprint == inputs.eval_samples.fingerprint
 
 
 def first_prompt(config: PPOConfig) -> str:
-    inputs = ppo_setup.prepare_inputs(config, has_engines=False)
+    inputs = rl_inputs.prepare_inputs(config, has_engines=False)
     assert inputs.reward_source is not None
     inputs.reward_source.close()
     return inputs.prompts[0].prompt_text

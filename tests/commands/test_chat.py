@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
+from openrlhf.commands.chat import AnswerStream, Chat, say
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ChatConfig
-from openrlhf.serving.interactive_chat import AnswerStream, Chat, say
 
 GREEDY = "--temperature 0 --repetition_penalty 1 --max_len 48"
 

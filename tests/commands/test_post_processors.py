@@ -1,7 +1,7 @@
 """Scored answers, worked by hand: the best, pairs, and rewards written into prompts."""
 
+from openrlhf.commands.infer import best_answers, preference_pairs, rewards_in_prompts
 from openrlhf.datasets.chat import wish_template, wrap_input
-from openrlhf.serving.batch_inference import best_answers, preference_pairs, rewards_in_prompts
 
 
 def row(prompt: object, output: str, reward: float) -> dict:

@@ -10,6 +10,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from openrlhf.commands.rl_inputs import (
+    RunInputs,
+    named_models,
+    open_reward_source,
+    prepare_inputs,
+)
+from openrlhf.commands.train_rl import opener, rollouts_of, worker_classes
 from openrlhf.config.base import with_value
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.common import last_words
@@ -22,24 +29,17 @@ from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
 from openrlhf.report.report import REPORT_FILE, report_or_warn
 from openrlhf.rewards.base import RewardSource
-from openrlhf.rollout.rollout import SampleBatch
-from openrlhf.rollout.scoring import FailurePolicy
-from openrlhf.trainer.device_phases import DevicePhases
-from openrlhf.trainer.ppo_run import opener, rollouts_of, worker_classes
-from openrlhf.trainer.ppo_setup import (
-    RunInputs,
-    named_models,
-    open_reward_source,
-    prepare_inputs,
-    say_dropped,
-)
-from openrlhf.trainer.ppo_utils.demands import reward_roles
-from openrlhf.trainer.ppo_utils.evaluation import (
+from openrlhf.rollout.evaluation import (
     Estimate,
     estimates_of,
     evaluation_metrics,
     results_table,
 )
+from openrlhf.rollout.rollout import SampleBatch
+from openrlhf.rollout.scoring import FailurePolicy
+from openrlhf.trainer.device_phases import DevicePhases
+from openrlhf.trainer.ppo_inputs import say_dropped
+from openrlhf.trainer.ppo_utils.demands import reward_roles
 from openrlhf.trainer.workers.model_worker import ModelWorker
 from openrlhf.utils.logging import Values, notice, redirect_framework_logs
 from openrlhf.utils.progress import progress

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import httpx
 import uvicorn
 
-from openrlhf.config.serving import ServeRewardConfig
-from openrlhf.serving.reward_server import (
+from openrlhf.commands.serve_rm import (
     RewardService,
     address_of,
     build_app,
@@ -18,6 +17,7 @@ from openrlhf.serving.reward_server import (
     read_models,
     uvicorn_config,
 )
+from openrlhf.config.serving import ServeRewardConfig
 
 JSON = {"content-type": "application/json"}
 

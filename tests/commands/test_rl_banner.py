@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from openrlhf.commands.rl_inputs import planned_updates
+from openrlhf.commands.train_rl import banner_sections
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.trainer.ppo_run import banner_sections
-from openrlhf.trainer.ppo_setup import planned_updates
 from openrlhf.trainer.ppo_utils.demands import ClusterView, role_demands
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)

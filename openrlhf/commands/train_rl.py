@@ -11,6 +11,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from openrlhf.commands.rl_inputs import (
+    RunInputs,
+    check_runs_without_ray,
+    named_models,
+    prepare_inputs,
+)
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.tokenized import write_bad_rows
@@ -28,13 +34,7 @@ from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.local_cluster import Cluster, local_cluster
-from openrlhf.trainer.ppo_checkpoints import RunState, is_at_end, open_run
-from openrlhf.trainer.ppo_setup import (
-    RunInputs,
-    check_runs_without_ray,
-    named_models,
-    prepare_inputs,
-)
+from openrlhf.trainer.ppo_state import RunState, is_at_end, open_run
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, pools_of, reward_roles

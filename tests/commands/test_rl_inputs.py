@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from openrlhf.commands.rl_inputs import planned_updates, prepare_inputs
+from openrlhf.commands.train_rl import forwards_of, run_ppo_local, worker_classes
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.local_cluster import engine_config, policy_dtype
-from openrlhf.trainer.ppo_run import forwards_of, run_ppo_local, worker_classes
-from openrlhf.trainer.ppo_setup import planned_updates, prepare_inputs
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
+from openrlhf.trainer.ppo_utils.update_plan import UpdateStep
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 from openrlhf.trainer.workers.critic_and_frozen import CriticModelActor

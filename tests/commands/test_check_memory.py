@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.config.common import DeepSpeedConfig, LoraConfig, OptimizerConfig
-from openrlhf.config.supervised import SFTConfig
-from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer.check_memory import (
+from openrlhf.commands.check_memory import (
     Model,
     Share,
     activations,
@@ -20,6 +15,11 @@ from openrlhf.trainer.check_memory import (
     shape_of,
     share_of,
 )
+from openrlhf.config.common import DeepSpeedConfig, LoraConfig, OptimizerConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.packing import PackedBatch
 from tests.tiny import make_model
 

@@ -1,0 +1,38 @@
+"""The checked inputs of an RL run, and the prompts it had to leave out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.engines.base import SamplingSettings
+from openrlhf.rewards.base import RewardSource
+from openrlhf.utils.logging import notice
+from openrlhf.utils.tokenizer import Tokenizer, TokenTexts
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Checked inputs of a run."""
+
+    run_dir: Path
+    tokenizer: Tokenizer
+    token_texts: TokenTexts
+    prompts: PromptDataset
+    eval_prompts: PromptDataset | None
+    texts: SFTDataset | None  # pre-training text that is mixed in
+    reward_source: RewardSource | None  # a function file or servers; None: local models
+    sampling: SamplingSettings
+    eval_sampling: SamplingSettings
+    updates: list[int]  # optimizer steps of every rollout batch
+    pass_rate: str | None  # by which evaluations are compared; None: there are none
+    vocab_size: int
+
+
+def say_dropped(failed: Mapping[int, str], prompts: PromptDataset) -> None:
+    """Print how many prompts were dropped, and where and why the first of them was."""
+    if failed:
+        row, reason = next(iter(failed.items()))
+        place = prompts.row_place(row)
+        notice(f"dropped {len(failed)} prompt(s) without rewards; {place}: {reason}")
