@@ -6,10 +6,9 @@ reads them.
 """
 
 import errno
-from collections.abc import Callable, Sequence
-from typing import Self, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
 
 
 class OpenRLHFError(Exception):
@@ -58,13 +57,23 @@ class Gathered:
         self.problems: list[str] = []
         self.user_tracebacks: list[str] = []
 
-    def attempt(self, read: Callable[[], T], *, about: str = "") -> T | None:
-        """Return what is read, or None and note its problems; `about` says whose they are."""
+    def __enter__(self) -> None:
+        """Begin a block that is left at its first ConfigError, which is noted; the program goes on
+        behind the block.
+        """
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, ConfigError):
+            self.note(error)
+        return isinstance(error, ConfigError)
+
+    @contextmanager
+    def about(self, name: str) -> Iterator[None]:
+        """Do the same, and begin the first line of what is noted with `name`."""
         try:
-            return read()
+            yield
         except ConfigError as error:
-            self.note(error, about=about)
-        return None
+            self.note(error, about=name)
 
     def note(self, error: OpenRLHFError, *, about: str = "") -> None:
         """Note the problems of an error."""

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +94,11 @@ def check_supervised(recipe: Recipe, config: SupervisedConfig, said: Sequence[st
     if not topology.is_main:
         return
     with gathering(config, said) as gathered:
-        gathered.attempt(partial(DeepSpeedStrategy.of, config))
-        inputs = gathered.attempt(partial(train_supervised.prepare_inputs, recipe, config))
+        with gathered:
+            DeepSpeedStrategy.of(config)
+        inputs = None
+        with gathered:
+            inputs = train_supervised.prepare_inputs(recipe, config)
         has_gpus, num_ranks = torch.cuda.is_available(), topology.world_size
         models = _supervised_models(recipe, config, inputs, num_ranks)
         plan = Plan(config, models, gathered, has_gpus=has_gpus)
@@ -128,7 +130,8 @@ def check_ppo_ray(config: PPOConfig, said: Sequence[str]) -> None:
 def check_ppo_local(config: PPOConfig, said: Sequence[str]) -> None:
     """Check an RL run in this process, as `check_supervised` does."""
     with gathering(config, said) as gathered:
-        gathered.attempt(partial(check_runs_without_ray, config))
+        with gathered:
+            check_runs_without_ray(config)
         _check_rl(config, gathered, on_ray=False)
 
 
@@ -142,11 +145,14 @@ def check_evaluation(config: EvaluateConfig, said: Sequence[str]) -> None:
 def _check_rl(config: PPOConfig, gathered: Gathered, *, on_ray: bool) -> None:
     view, demands = None, local_demands(config, worker_classes(config))
     if on_ray:
-        view = gathered.attempt(_view_of_run)
-        demands = (view and gathered.attempt(partial(_placed, config, view))) or []
+        demands = []
+        with gathered:
+            view = _view_of_run()
+            demands = _placed(config, view)
     has_gpus = torch.cuda.is_available() if view is None else view.has_gpus
     is_cuda = None if view is None else has_gpus or None
-    gathered.attempt(partial(check_here, config.ds, trains=config.trains, is_cuda=is_cuda))
+    with gathered:
+        check_here(config.ds, trains=config.trains, is_cuda=is_cuda)
     engines = config.vllm.num_engines
     has_engines = engines != 0 if on_ray else bool(engines)
     with tempfile.TemporaryDirectory() as folder:  # for what the reward function prints
@@ -195,7 +201,8 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
     places |= {"--ckpt_path": config.ckpt.path} if config.ckpt.uses_root else {}
     for flag, place in places.items():
         if os.path.isdir(place) and os.access(place, os.W_OK):
-            gathered.attempt(partial(_check_is_free, Path(place), flag))
+            with gathered:
+                _check_is_free(Path(place), flag)
     yield gathered
     missing = [re.escape(UNNAMED)]
     missing += [
@@ -219,7 +226,8 @@ def _check_is_free(folder: Path, flag: str) -> None:
 def _check_saved(config: RunConfig, samples: Any, gathered: Gathered) -> None:
     """Note what forbids to go on from the checkpoint that is there."""
     facts = DataFacts(samples.fingerprint, len(samples))
-    gathered.attempt(lambda: RunCheckpoints(config.ckpt, facts).find_saved(config))
+    with gathered:
+        RunCheckpoints(config.ckpt, facts).find_saved(config)
 
 
 def _view_of_run() -> ClusterView:
@@ -320,9 +328,9 @@ class Plan:
 
     def shape(self, model: Model) -> Shape | None:
         """Return a model whose size can be known, or None and say why."""
-        make = partial(shape_of, model, self.config, self.config.ds, is_cuda=self.has_gpus)
         try:
-            return self.gathered.attempt(make)
+            with self.gathered:
+                return shape_of(model, self.config, self.config.ds, is_cuda=self.has_gpus)
         except ValueError as error:  # of code that comes with weights
             notice(f"the memory of {model.path} is not known: {error}")
         return None
@@ -335,7 +343,8 @@ class Plan:
         for role, shape in self.trained.items():
             section = config if role == TRAINED else getattr(config, role)
             facts = facts_of(shape, self.models[role], config.ds)
-            self.gathered.attempt(partial(training_config, config.ds, section, facts))
+            with self.gathered:
+                training_config(config.ds, section, facts)
         self.check_memory()
         if exported := self.trained.get(TRAINED) or self.trained.get("actor"):
             self.check_disk(exported)
@@ -372,7 +381,8 @@ class Plan:
             lines[place] = f"{in_words(peak)} at most"
             if have is not None:
                 lines[place] += f"; {in_words(have)} are there"
-                self.gathered.attempt(partial(self.judge, place, certain, peak, have))
+                with self.gathered:
+                    self.judge(place, certain, peak, have)
         if lines:
             print_banner({"memory of each rank, about": lines})
 
@@ -429,7 +439,8 @@ class Plan:
         config, ckpt = self.config, self.config.ckpt
         num_copies = 2 if isinstance(config, PPOConfig) and config.train.enable_ema else 1
         folder = Path(ckpt.output_dir)
-        self.gathered.attempt(partial(check_room, exported.module, folder, num_copies=num_copies))
+        with self.gathered:
+            check_room(exported.module, folder, num_copies=num_copies)
         size = num_copies * exported.num_trained * exported.dtype.itemsize
         lines = {"model": f"{in_words(size)} in {folder}; {in_words(free_bytes(folder))} are free"}
         if ckpt.save_steps > 0:

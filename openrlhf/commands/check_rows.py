@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 
 import rich.text
@@ -89,7 +88,9 @@ def try_rewards(
     scorer: Scorer | None
     if inputs.reward_source is None:
         try:
-            scorer = gathered.attempt(partial(_loaded, config))
+            scorer = None
+            with gathered:
+                scorer = _loaded(config)
         except (MemoryError, OSError, RuntimeError) as error:
             notice(f"\nthe reward models were not tried: {first_line(error)}")
             return

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from openrlhf.commands.rl_inputs import (
@@ -83,10 +82,11 @@ def run_evaluation(
     source = reward_source or open_reward_source(config, log_dir=output / "logs")
     with closing(source) if source else nullcontext(), holding(output, "--save_path"):
         redirect_framework_logs(output, "driver")
-        prepare = partial(prepare_inputs, has_engines=bool(config.vllm.num_engines))
-        found = [gathered.attempt(partial(prepare, run, reward_source=source)) for run in runs]
+        prepared, has_engines = [], bool(config.vllm.num_engines)
+        for run in runs:
+            with gathered:
+                prepared.append(prepare_inputs(run, has_engines=has_engines, reward_source=source))
         gathered.raise_if_any()
-        prepared = [inputs for inputs in found if inputs is not None]
         results = [
             _evaluate(name, run, inputs)
             for name, run, inputs in zip(config.model_names, runs, prepared, strict=True)
@@ -113,7 +113,9 @@ def evaluated_runs(config: EvaluateConfig, gathered: Gathered) -> list[EvaluateC
     output, names, runs = Path(config.ckpt.output_dir), config.model_names, []
     folders = [output / word for word in last_words(names)] if len(names) > 1 else [output]
     for name, folder in zip(names, folders, strict=True):
-        model = gathered.attempt(partial(find_model, name))
+        model = None
+        with gathered:
+            model = find_model(name)
         if (folder / METRICS_FILE).exists():
             gathered.problems.append(
                 f"--save_path {output} holds the records of a run. Type another folder, or leave "

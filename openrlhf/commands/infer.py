@@ -122,11 +122,12 @@ class BatchTask:
         path = config.model.model_name_or_path
         assert path is not None, "a model is needed"
         self.config, self.model_path = config, path
-        gathered, trust = Gathered(), config.trust_remote_code
-        facts = gathered.attempt(lambda: load_config(path, trust_remote_code=trust))
-        if facts is not None:
-            gathered.attempt(lambda: check_model(config, path, facts))
-        tokenizer = gathered.attempt(lambda: tokenizer_of(config, path))
+        gathered, facts, tokenizer = Gathered(), None, None
+        with gathered:
+            facts = load_config(path, trust_remote_code=config.trust_remote_code)
+            check_model(config, path, facts)
+        with gathered:
+            tokenizer = tokenizer_of(config, path)
         data_set = inference_data(config)
         rows = data_set.read(gathered)
         if rows is not None and tokenizer is not None:
@@ -135,7 +136,8 @@ class BatchTask:
             binary = [field.name for field in schema if "binary" in str(field.type)]
             self.readable = rows.remove_columns(binary)
             self.stored = rows.select_columns(binary).with_format("arrow")
-            gathered.attempt(self._tokenise)
+            with gathered:
+                self._tokenise()
         gathered.raise_if_any()
         if config.eval_task != "rm":
             assert facts is not None, "or else problems were raised"

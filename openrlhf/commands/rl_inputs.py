@@ -6,7 +6,6 @@ loaded.
 """
 
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,17 +80,20 @@ def gather_inputs(
     run_dir = Path(config.ckpt.output_dir)
     _check_code(config, gathered, has_engines=has_engines)
     policy = check_models(config, gathered, has_engines=has_engines)
-    tokenizer = gathered.attempt(lambda: tokenizer_of(config, config.policy_path))
-    if tokenizer is not None:
-        gathered.attempt(lambda: check_tokens(config, tokenizer))
+    tokenizer, compared, source = None, None, reward_source
+    with gathered:
+        tokenizer = tokenizer_of(config, config.policy_path)
+        check_tokens(config, tokenizer)
     prompts, eval_prompts, texts = _data(config, tokenizer, policy, gathered)
-    compared = gathered.attempt(lambda: pass_rate(config, eval_prompts))
+    with gathered:
+        compared = pass_rate(config, eval_prompts)
     log_dir = None if gathered.problems else run_dir / "logs"  # a refused run leaves no folder
-    open_source = partial(open_reward_source, config, log_dir=log_dir)
-    source = reward_source or gathered.attempt(open_source)
+    with gathered:
+        source = source or open_reward_source(config, log_dir=log_dir)
     for data in filter(None, (prompts, eval_prompts)):
         if source is not None:
-            gathered.attempt(partial(source.check, [TRUNCATED_COLUMN, *data[0].columns]))
+            with gathered:
+                source.check([TRUNCATED_COLUMN, *data[0].columns])
     if policy is None or tokenizer is None or prompts is None:
         if source is not None:
             source.close()
@@ -133,11 +135,14 @@ def _check_code(config: PPOConfig, gathered: Gathered, *, has_engines: bool) -> 
         (ESTIMATOR, config.algo.advantage.estimator),
         (POLICY_LOSS, config.actor.policy_loss_type),
     ):
-        gathered.attempt(partial(check_function, formula, name))
+        with gathered:
+            check_function(formula, name)
     if has_engines:
-        gathered.attempt(lambda: check_vllm_is_installed(instead=INSTEAD_OF_VLLM))
+        with gathered:
+            check_vllm_is_installed(instead=INSTEAD_OF_VLLM)
     if agent_path := config.train.agent_func_path:
-        gathered.attempt(lambda: load_agent(agent_path))
+        with gathered:
+            load_agent(agent_path)
 
 
 def planned_updates(config: PPOConfig, num_prompts: int) -> list[int]:
@@ -209,8 +214,8 @@ def _data(
     texts = made.get(PRETRAIN)
     if texts is not None and policy is not None:
         size, positions = policy.get_text_config().vocab_size, num_positions(policy)
-        check = partial(texts.check_fits, num_embeddings=size, num_positions=positions)
-        gathered.attempt(partial(check, config.policy_path), about=PRETRAIN)
+        with gathered.about(PRETRAIN):
+            texts.check_fits(config.policy_path, num_embeddings=size, num_positions=positions)
     return made.get(TRAINING), made.get(EVALUATION), texts
 
 
@@ -253,14 +258,18 @@ def check_models(
     found = read_configs(names, config, gathered, has_router_loss=reads_experts)
     for name, facts in found.items():
         if name in config.reward.model_paths:
-            gathered.attempt(partial(_check_head, config, name, facts))
-        gathered.attempt(partial(_check_positions, config, name, facts))
+            with gathered:
+                _check_head(config, name, facts)
+        with gathered:
+            _check_positions(config, name, facts)
     if path in found and has_engines:
-        gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
-        num_workers = config.vllm.tensor_parallel_size
-        gathered.attempt(partial(check_engine_split, found[path], path, num_workers))
+        with gathered:
+            refuse_adapter(path, "--pretrain")
+        with gathered:
+            check_engine_split(found[path], path, config.vllm.tensor_parallel_size)
         if find_spec("vllm"):
-            gathered.attempt(partial(check_head_size, found[path], path, instead=INSTEAD_OF_VLLM))
+            with gathered:
+                check_head_size(found[path], path, instead=INSTEAD_OF_VLLM)
     return found.get(path)
 
 

@@ -154,31 +154,35 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
     model_path = config.model.model_name_or_path
     assert model_path is not None, "a model is needed"
     gathered = Gathered()
-    gathered.attempt(partial(check_here, config.ds))
+    with gathered:
+        check_here(config.ds)
     configs = read_configs(
         (model_path, *recipe.other_models(config)),
         config,
         gathered,
         has_router_loss=config.model.aux_loss_coef > 0,
     )
-    tokenizer = gathered.attempt(partial(tokenizer_of, config, model_path))
+    tokenizer = None
+    with gathered:
+        tokenizer = tokenizer_of(config, model_path)
     found = [(data_set, data_set.read(gathered)) for data_set in supervised_data(config)]
     if tokenizer is None:  # nothing more can be known
         gathered.raise_if_any()
     assert tokenizer is not None, "or else problems were raised"
-    gathered.attempt(lambda: recipe.check(config, tokenizer))
-    gathered.attempt(partial(recipe.judge, config))
+    with gathered:
+        recipe.check(config, tokenizer)
+    with gathered:
+        recipe.judge(config)
     made = []
     for data_set, rows in found:
         samples = None if rows is None else data_set.tokenise(gathered, rows, tokenizer)
         for path, facts in configs.items() if samples is not None else ():
-            check = partial(
-                samples.check_fits,
-                path,
-                num_embeddings=getattr(facts.get_text_config(), "vocab_size", None),
-                num_positions=num_positions(facts),
-            )
-            gathered.attempt(check, about=data_set.about)
+            with gathered.about(data_set.about):
+                samples.check_fits(
+                    path,
+                    num_embeddings=getattr(facts.get_text_config(), "vocab_size", None),
+                    num_positions=num_positions(facts),
+                )
         made.append(samples)
     gathered.raise_if_any()
     return Inputs(model_path, tokenizer, *made)

@@ -51,14 +51,17 @@ class DataSet:
 
     def read(self, gathered: Gathered) -> Dataset | None:
         """Return the rows, or None; note problems of files and columns."""
-        rows = gathered.attempt(partial(load_rows, self.spec, **self.options), about=self.about)
-        if rows is not None:
-            gathered.attempt(partial(self.kind.find_columns, self.form, rows), about=self.about)
+        rows = None
+        with gathered.about(self.about):
+            rows = load_rows(self.spec, **self.options)
+            self.kind.find_columns(self.form, rows)
         return rows
 
     def tokenise(self, gathered: Gathered, rows: Dataset, tokenizer: Tokenizer) -> Any:
         """Return the data set of the rows, or None; note problems of rows."""
-        return gathered.attempt(partial(self.kind, rows, tokenizer, self.form), about=self.about)
+        with gathered.about(self.about):
+            return self.kind(rows, tokenizer, self.form)
+        return None
 
 
 def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:

@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NoReturn, TypeAlias, TypeVar, cast
 from warnings import catch_warnings
@@ -77,9 +77,11 @@ def load_rows(
         datasets.disable_progress_bars()
     gathered, found = Gathered(), []
     for name, count, digest in zip(names, counts, hashes, strict=True):
-        parts = gathered.attempt(partial(_load_one, name, split, count, digest)) or []
-        if duplicate_ids == "error":
-            gathered.attempt(partial(_refuse_repeated_ids, parts))
+        parts = []
+        with gathered:
+            parts = _load_one(name, split, count, digest)
+            if duplicate_ids == "error":
+                _refuse_repeated_ids(parts)
         found.append(_capped(parts, max_samples))
     gathered.raise_if_any()
     return _blend(found, _short(names), weights, seed, max_samples)
@@ -286,10 +288,12 @@ def _files_by_split(folder: Path) -> dict[str, list[Path]]:
 
 def _read_files(paths: list[Path]) -> Parts:
     """Return the rows of each file; raise DataError with all their problems."""
-    gathered = Gathered()
-    found = [(str(path), gathered.attempt(partial(read_file, path))) for path in paths]
+    gathered, found = Gathered(), []
+    for path in paths:
+        with gathered:
+            found.append((str(path), read_file(path)))
     gathered.raise_if_any()
-    return [(name, rows) for name, rows in found if rows is not None]
+    return found
 
 
 def _from_hub(name: str, split: str) -> Dataset:

@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,17 +86,20 @@ def read_configs(
     """
     found = {}
     for path in dict.fromkeys(paths):
-        load = partial(load_config, path, trust_remote_code=command.trust_remote_code)
-        if (facts := gathered.attempt(load)) is not None:
-            found[path] = facts
-            needs = {
-                "has_token_budget": command.train.dynamic_batch_enable,
-                "has_router_loss": has_router_loss and path == paths[0],
-            }
-            gathered.attempt(partial(refuse_unsupported, facts, path, command.ds, **needs))
-            gathered.attempt(partial(check_shapes, facts, path, command))
+        with gathered:
+            found[path] = facts = load_config(path, trust_remote_code=command.trust_remote_code)
+            with gathered:
+                check_shapes(facts, path, command)
+            refuse_unsupported(
+                facts,
+                path,
+                command.ds,
+                has_token_budget=command.train.dynamic_batch_enable,
+                has_router_loss=has_router_loss and path == paths[0],
+            )
     if paths[0] in found and command.ds.lora.rank:
-        gathered.attempt(partial(check_adapter, found[paths[0]], command))
+        with gathered:
+            check_adapter(found[paths[0]], command)
     return found
 
 
