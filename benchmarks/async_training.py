@@ -85,7 +85,7 @@ def run_command(folder: Path, num_prompts: int, flags: list[str]) -> None:
     import ray
 
     from openrlhf.cli import train_ppo_ray
-    from openrlhf.utils.tracking import read_metrics
+    from openrlhf.utils.tracker import read_metrics
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     is_done = threading.Event()

@@ -277,7 +277,7 @@ def step_local_vllm(work: w.Workload) -> Measurement:
 
 def _ppo_step(work: w.Workload, extra: list[str], *, on_ray: bool) -> Measurement:
     from openrlhf.cli import train_ppo, train_ppo_ray
-    from openrlhf.utils.tracking import read_metrics
+    from openrlhf.utils.tracker import read_metrics
 
     num_steps = num_steps_of(work)
     folder = work.model.parent

@@ -133,7 +133,7 @@ def words(folder: Path, path: Way, num_steps: int) -> list[str]:
 def run(folder: Path, path: Way, num_steps: int) -> list[dict[str, float]]:
     """The records of all steps."""
     from openrlhf.cli import train_ppo_ray
-    from openrlhf.utils.tracking import read_metrics
+    from openrlhf.utils.tracker import read_metrics
 
     train_ppo_ray.main(words(folder, path, num_steps))
     steps = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if "reward" in r]

@@ -68,7 +68,7 @@ def tokens_a_step(rows: list[dict[str, str]]) -> float:
 def ours(kind: str, work: w.Workload) -> Measurement:
     """Our command: packed under a token budget."""
     from openrlhf.cli import train_dpo, train_rm, train_sft
-    from openrlhf.utils.tracking import read_metrics
+    from openrlhf.utils.tracker import read_metrics
 
     folder = work.model.parent
     rows = (completion_rows if kind == "sft" else pair_rows)(BATCH_SIZE * NUM_STEPS)

@@ -33,10 +33,12 @@ from openrlhf.errors import ConfigError
 from openrlhf.rewards.function import CallableReward
 from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback, CallbackErrorAlone
+from openrlhf.utils.console import say_notices
+from openrlhf.utils.framework_logs import quiet_frameworks
 from openrlhf.utils.given_objects import as_paths, is_object
-from openrlhf.utils.logging import quiet_frameworks, say_notices
+from openrlhf.utils.run_folder import METRICS_FILE
 from openrlhf.utils.snapshots import with_snapshots
-from openrlhf.utils.tracking import METRICS_FILE, read_metrics
+from openrlhf.utils.tracker import read_metrics
 
 GIVEN = ("data", "model", "models", "runs")  # what a setting opens that may be an object
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]

@@ -19,7 +19,7 @@ from openrlhf.cli.main import COMMANDS
 from openrlhf.config.cli import WITHOUT_EFFECT, Reading, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 from openrlhf.utils.user_code import split_name
 from tests.config.test_settings import CONFIGS
 from tests.source import ROOT

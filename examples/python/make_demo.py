@@ -15,7 +15,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from openrlhf.utils.logging import quiet_frameworks
+from openrlhf.utils.framework_logs import quiet_frameworks
 
 ALPHABET = "0123456789+=?Ġabcdefghijklmnopqrstuvwxyz"  # Ġ is the space of byte-level tokenizers
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>"]

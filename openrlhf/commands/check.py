@@ -66,8 +66,8 @@ from openrlhf.trainer.ppo_utils.demands import (
     reward_roles,
     role_demands,
 )
+from openrlhf.utils.console import notice, print_banner, warn
 from openrlhf.utils.gpus import visible_gpus
-from openrlhf.utils.logging import notice, print_banner, warn
 
 ROOM = 0.8  # of the free memory, for the weights of reward models
 REWARD_S = 30.0  # for the rewards of two rows

@@ -26,7 +26,7 @@ from openrlhf.trainer.ppo_inputs import RunInputs
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from openrlhf.trainer.ppo_utils.worker_group import Forward
-from openrlhf.utils.logging import is_terminal, make_console, notice, warn
+from openrlhf.utils.console import is_terminal, make_console, notice, warn
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.samples import shortened
 from openrlhf.utils.tokenizer import Tokenizer

@@ -26,7 +26,7 @@ from openrlhf.distributed.folders import holding
 from openrlhf.errors import Gathered
 from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
-from openrlhf.report.report import REPORT_FILE, report_or_warn
+from openrlhf.report.report import report_or_warn
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.evaluation import (
     Estimate,
@@ -40,16 +40,14 @@ from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_inputs import say_dropped
 from openrlhf.trainer.ppo_utils.demands import reward_roles
 from openrlhf.trainer.workers.model_worker import ModelWorker
-from openrlhf.utils.logging import Values, notice, redirect_framework_logs
+from openrlhf.utils.console import notice
+from openrlhf.utils.framework_logs import redirect_framework_logs
+from openrlhf.utils.metrics import Values
 from openrlhf.utils.progress import progress
+from openrlhf.utils.rollout_files import rollout_row, write_rollouts
+from openrlhf.utils.run_folder import BAD_ROWS_FILE, CONFIG_FILE, LOGS, METRICS_FILE, REPORT_FILE
 from openrlhf.utils.samples import show_samples
-from openrlhf.utils.tracking import (
-    BAD_ROWS_FILE,
-    METRICS_FILE,
-    Tracker,
-    rollout_row,
-    write_rollouts,
-)
+from openrlhf.utils.tracker import Tracker
 
 ALL = "all"  # the data source of all samples, where there are several
 
@@ -79,7 +77,7 @@ def run_evaluation(
     output, gathered = Path(config.ckpt.output_dir), Gathered()
     runs = evaluated_runs(config, gathered)
     gathered.raise_if_any()
-    source = reward_source or open_reward_source(config, log_dir=output / "logs")
+    source = reward_source or open_reward_source(config, log_dir=output / LOGS)
     with closing(source) if source else nullcontext(), holding(output, "--save_path"):
         redirect_framework_logs(output, "driver")
         prepared, has_engines = [], bool(config.vllm.num_engines)
@@ -147,7 +145,7 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
     if len(sources) > 1 and ALL not in sources:
         rollouts = [*rollouts, *(replace(rollout, datasource=ALL) for rollout in rollouts)]
     metrics = samples.metrics.values() | evaluation_metrics(rollouts, config.ks)
-    save_resolved(config, inputs.run_dir / "config.yaml")
+    save_resolved(config, inputs.run_dir / CONFIG_FILE)
     data_sets = (inputs.prompts, inputs.eval_prompts, inputs.texts)
     write_bad_rows(inputs.run_dir / BAD_ROWS_FILE, *data_sets)
     Tracker(inputs.run_dir).log(0, metrics)

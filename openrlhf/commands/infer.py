@@ -50,13 +50,14 @@ from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.adapter_folder import refuse_adapter
+from openrlhf.utils.console import notice, say_notices
+from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.gpus import check_gpus
-from openrlhf.utils.logging import notice, redirect_framework_logs, say_notices
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.run_folder import BAD_ROWS_FILE
 from openrlhf.utils.tokenizer import eos_token_ids, tokenizer_of, unused_sampling
-from openrlhf.utils.tracking import BAD_ROWS_FILE
 
 Row = dict[str, Any]
 # Settings that change neither the rows nor their order.

@@ -8,7 +8,7 @@ from pathlib import Path
 from openrlhf.config.serving import LoraCombinerConfig
 from openrlhf.distributed.export import export_hf
 from openrlhf.models.loading import merge_adapter
-from openrlhf.utils.logging import notice
+from openrlhf.utils.console import notice
 from openrlhf.utils.tokenizer import load_tokenizer
 
 

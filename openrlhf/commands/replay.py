@@ -24,16 +24,18 @@ from openrlhf.distributed.folders import read_json
 from openrlhf.errors import ConfigError, Gathered, NumericsError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.local_cluster import local_cluster
-from openrlhf.trainer.ppo_dumps import DUMPS, FACTS, SAMPLES
+from openrlhf.trainer.ppo_dumps import FACTS, SAMPLES
 from openrlhf.trainer.ppo_updates import StepFacts, trained_roles, update_model
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience, reward_kl
 from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
-from openrlhf.utils.logging import notice, redirect_framework_logs, warn
+from openrlhf.utils.console import notice, warn
+from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.run_folder import CONFIG_FILE, DUMPS
 from openrlhf.utils.samples import printable
 from openrlhf.utils.snapshots import with_snapshots
 from openrlhf.utils.tokenizer import TokenTexts, tokenizer_of
@@ -108,7 +110,7 @@ def read_step(run_dir: Path, step: int) -> Kept:
 
 def one_process(run_dir: Path) -> PPOConfig:
     """Return the config of a run, changed so that its models fit into this process."""
-    path = run_dir / "config.yaml"
+    path = run_dir / CONFIG_FILE
     if not path.is_file() or "rollout:" not in path.read_text().splitlines():
         raise ConfigError(
             f"{run_dir} is no run of train_ppo or train_ppo_ray: replay repeats their steps only. "

@@ -31,8 +31,9 @@ from openrlhf.rollout.evaluation import pass_rate_names
 from openrlhf.trainer.ppo_inputs import RunInputs
 from openrlhf.trainer.ppo_utils.update_plan import num_updates_per_rollout
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
-from openrlhf.utils.logging import say_notices
+from openrlhf.utils.console import say_notices
 from openrlhf.utils.own_functions import ESTIMATOR, POLICY_LOSS, check_function
+from openrlhf.utils.run_folder import LOGS
 from openrlhf.utils.tokenizer import (
     Tokenizer,
     TokenTexts,
@@ -87,7 +88,7 @@ def gather_inputs(
     prompts, eval_prompts, texts = _data(config, tokenizer, policy, gathered)
     with gathered:
         compared = pass_rate(config, eval_prompts)
-    log_dir = None if gathered.problems else run_dir / "logs"  # a refused run leaves no folder
+    log_dir = None if gathered.problems else run_dir / LOGS  # a refused run leaves no folder
     with gathered:
         source = source or open_reward_source(config, log_dir=log_dir)
     for data in filter(None, (prompts, eval_prompts)):
@@ -103,15 +104,7 @@ def gather_inputs(
         if data is not None:
             told = [*news(data.notices, prompts.notices), *repeats(data, prompts)]
             say_notices(told, about=about)
-    rollout, held_out = config.rollout, config.eval
-    trust = config.trust_remote_code
-    sampling = SamplingSettings(
-        num_samples=rollout.n_samples_per_prompt,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        max_new_tokens=rollout.max_new_tokens,
-        stop_token_ids=eos_token_ids(config.policy_path, tokenizer, trust_remote_code=trust),
-    ).stopping_at(rollout.stop, rollout.stop_token_ids)
+    sampling, held_out = sampling_of(config, tokenizer), config.eval
     num_samples, temperature = held_out.n_samples_per_prompt, held_out.temperature
     return RunInputs(
         run_dir=run_dir,
@@ -127,6 +120,18 @@ def gather_inputs(
         pass_rate=compared,
         vocab_size=policy.get_text_config().vocab_size,
     )
+
+
+def sampling_of(config: PPOConfig, tokenizer: Tokenizer) -> SamplingSettings:
+    """Return the settings that the samples of a run are drawn with."""
+    rollout, trust = config.rollout, config.trust_remote_code
+    return SamplingSettings(
+        num_samples=rollout.n_samples_per_prompt,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_token_ids=eos_token_ids(config.policy_path, tokenizer, trust_remote_code=trust),
+    ).stopping_at(rollout.stop, rollout.stop_token_ids)
 
 
 def _check_code(config: PPOConfig, gathered: Gathered, *, has_engines: bool) -> None:

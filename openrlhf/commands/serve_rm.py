@@ -43,7 +43,7 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.support import check_here, num_positions
 from openrlhf.models.value_head import RewardModel, reward_mean_and_std
-from openrlhf.utils.logging import format_count, notice
+from openrlhf.utils.console import format_count, notice
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tensors import dtype_name, fingerprint
 from openrlhf.utils.tokenizer import TextEncoder, load_tokenizer

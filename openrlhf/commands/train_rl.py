@@ -49,10 +49,12 @@ from openrlhf.trainer.workers.critic_and_frozen import (
 from openrlhf.trainer.workers.model_worker import ModelWorker, TrainedWorker
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils import stopping
-from openrlhf.utils.logging import format_count, print_banner, redirect_framework_logs
+from openrlhf.utils.console import format_count, print_banner
+from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.outcome import say_saved
 from openrlhf.utils.progress import progress
-from openrlhf.utils.tracking import BAD_ROWS_FILE, make_tracker
+from openrlhf.utils.run_folder import BAD_ROWS_FILE, CONFIG_FILE
+from openrlhf.utils.tracker import make_tracker
 
 Groups = Mapping[str, WorkerGroup]  # by role
 OpenCluster = Callable[..., AbstractContextManager[Cluster]]
@@ -169,7 +171,7 @@ def _run(
     )
     state.resume()
     # What is refused leaves the folder as it was.
-    save_resolved(config, inputs.run_dir / "config.yaml")
+    save_resolved(config, inputs.run_dir / CONFIG_FILE)
     data_sets = (inputs.prompts, inputs.eval_prompts, inputs.texts)
     write_bad_rows(inputs.run_dir / BAD_ROWS_FILE, *data_sets)
     export = partial(_export, config, groups)

@@ -48,19 +48,14 @@ from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, num_updates
 from openrlhf.utils import stopping
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.callbacks import Callback
-from openrlhf.utils.logging import (
-    format_count,
-    notice,
-    print_banner,
-    redirect_framework_logs,
-    say_notices,
-    warn,
-)
+from openrlhf.utils.console import format_count, notice, print_banner, say_notices, warn
+from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.outcome import say_outcome, say_saved
 from openrlhf.utils.progress import hide_bars, progress
+from openrlhf.utils.run_folder import BAD_ROWS_FILE, CONFIG_FILE
 from openrlhf.utils.tokenizer import tokenizer_of
-from openrlhf.utils.tracking import BAD_ROWS_FILE, make_tracker
+from openrlhf.utils.tracker import make_tracker
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 Recipe = type[BaseTrainer[Any, Any]]
@@ -121,7 +116,7 @@ def _train(
     if config.ckpt.keeps_best:
         trainer.keep_best = checkpointer.keep_best
     if strategy.is_main:  # what is refused leaves the folder as it was
-        save_resolved(config, run_dir / "config.yaml")
+        save_resolved(config, run_dir / CONFIG_FILE)
         data_sets = (trainer.inputs.samples, trainer.inputs.eval_samples)
         write_bad_rows(run_dir / BAD_ROWS_FILE, *data_sets)
         say_start(trainer)

@@ -43,7 +43,7 @@ from openrlhf.datasets.chat import (
 from openrlhf.datasets.loading import ExactJson, cache_error, raise_bad_rows, row_place
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
-from openrlhf.utils.logging import say_notices
+from openrlhf.utils.console import say_notices
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
 PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text", "instruction")

@@ -31,10 +31,10 @@ from openrlhf.config.local_paths import MODEL_FILES, reads_from
 from openrlhf.distributed import folders
 from openrlhf.distributed.collectives import is_main, on_main, together
 from openrlhf.errors import CheckpointError, ConfigError, DataError
-from openrlhf.utils.logging import notice, warn
+from openrlhf.utils.console import notice, warn
 from openrlhf.utils.progress import progress
+from openrlhf.utils.run_folder import CONFIG_FILE, ENDED_FILE, read_ending
 from openrlhf.utils.stopping import NOTHING_SAVED
-from openrlhf.utils.tracking import ENDED_FILE, read_ending
 
 STATE = "state.json"
 GIB = 1024**3
@@ -469,7 +469,7 @@ def _checkpoints_of(folder: Path) -> tuple[CheckpointStore, bool]:
     """Return the checkpoints of a run, or those in the folder itself; and whether this run wrote
     them, since several runs may share a checkpoint root.
     """
-    file = folder / "config.yaml"
+    file = folder / CONFIG_FILE
     settings = read_resolved(file) if file.is_file() else {}
     if "ckpt.path" not in settings:
         return CheckpointStore(folder), True

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import CheckpointError, EngineError, first_line
-from openrlhf.utils.logging import warn
+from openrlhf.utils.console import warn
 from openrlhf.utils.rendezvous import open_store
 
 Thing = TypeVar("Thing")

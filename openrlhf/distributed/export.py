@@ -24,7 +24,7 @@ from openrlhf.distributed import collectives
 from openrlhf.distributed.folders import GB, flush, flush_one, free_bytes
 from openrlhf.distributed.weights import exported_parameters
 from openrlhf.errors import CheckpointError, ConfigError
-from openrlhf.utils.logging import warn
+from openrlhf.utils.console import warn
 from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress, tracked
 from openrlhf.utils.tokenizer import turn_end_id

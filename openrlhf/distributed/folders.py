@@ -24,21 +24,18 @@ from torch.utils._pytree import tree_leaves
 
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.errors import CheckpointError, ConfigError
-from openrlhf.utils.logging import warn
-from openrlhf.utils.tracking import BAD_ROWS_FILE, ENDED_FILE, METRICS_FILE, holds_a_run
+from openrlhf.utils.console import warn
+from openrlhf.utils.run_folder import ENDED_FILE, HOLDER_FILE, POLICY, RECORDS, holds_a_run
 
 MANIFEST = "manifest.json"
 TEMPORARY = "tmp-"
 MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side by side
-HOLDER = "running.json"
 GB = 1e9
 
-RECORDS = ("config.yaml", METRICS_FILE, "rollouts", "dumps")
-RECORDS += ("report.html", "curves.png", BAD_ROWS_FILE, ENDED_FILE)
 MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
     *("adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.*", "merges.txt", "chat_template*", "README.md", "policy"),
+    *("vocab.*", "merges.txt", "chat_template*", "README.md", POLICY),
 )
 
 
@@ -158,7 +155,7 @@ def holding(folder: Path, flag: str) -> Iterator[None]:
     do not inherit it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / HOLDER
+    path = folder / HOLDER_FILE
     with path.open("a+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,7 +11,7 @@ from openrlhf.distributed.checkpoints import find_model
 from openrlhf.distributed.export import MARKERS
 from openrlhf.distributed.folders import MODEL_FILES
 from openrlhf.errors import CheckpointError, ConfigError, first_line
-from openrlhf.utils.logging import notice
+from openrlhf.utils.console import notice
 from openrlhf.utils.progress import progress
 
 T = TypeVar("T")

@@ -36,7 +36,7 @@ from openrlhf.models.support import (
     refuse_unsupported,
 )
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
-from openrlhf.utils.logging import say_notices
+from openrlhf.utils.console import say_notices
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
 from openrlhf.utils.weight_files import tensor_shapes

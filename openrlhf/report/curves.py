@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from openrlhf.report.run_folder import Run
-from openrlhf.utils.logging import PHASES, STDERR
+from openrlhf.utils.metrics import STDERR
+from openrlhf.utils.step_line import PHASES
 
 MAX_POINTS = 1000  # of a curve; more are drawn as means of neighbours
 MAX_BARS = 200

@@ -12,7 +12,8 @@ from jinja2 import Environment, PackageLoader
 from openrlhf.report.curves import Panel, main_panels, step_times
 from openrlhf.report.run_folder import Run
 from openrlhf.report.samples import excerpt, step_files
-from openrlhf.utils.logging import STDERR, short_name
+from openrlhf.utils.metrics import STDERR
+from openrlhf.utils.step_line import short_name
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("vendor/plotly-basic.min.js", "vendor/tabulator.min.js", "templates/report.js")

@@ -9,13 +9,17 @@ from pathlib import Path
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.common import RunConfig
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.report.run_folder import CONFIG_FILE, Run, read_runs
-from openrlhf.utils.logging import notice, warn
+from openrlhf.report.run_folder import Run, read_runs
+from openrlhf.utils.console import notice, warn
+from openrlhf.utils.run_folder import (
+    CONFIG_FILE,
+    PICTURE_FILE,
+    REPORT_FILE,
+    holds_a_run,
+    note_error,
+)
 from openrlhf.utils.threads import start_thread
-from openrlhf.utils.tracking import holds_a_run, note_error
 
-REPORT_FILE = "report.html"
-PICTURE_FILE = "curves.png"
 TIMEOUT_S = 60.0  # that the end of a run waits for its report
 
 

@@ -20,12 +20,13 @@ from openrlhf.config.supervised import (
     SFTConfig,
 )
 from openrlhf.errors import ConfigError
-from openrlhf.utils.logging import format_seconds, hints, needed_history
+from openrlhf.utils.console import format_seconds
 from openrlhf.utils.outcome import got_worse, judged_metrics, reward_alone, taught_nothing
-from openrlhf.utils.tracking import METRICS_FILE, read_ending, read_metrics
+from openrlhf.utils.run_folder import CONFIG_FILE, METRICS_FILE, read_ending
+from openrlhf.utils.step_line import hints, needed_history
+from openrlhf.utils.tracker import read_metrics
 
 Record = Mapping[str, float | None]  # a value that was not finite is None
-CONFIG_FILE = "config.yaml"
 COMMANDS: tuple[type[CommandConfig], ...] = (
     *(SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig),
     *(PPOConfig, EvaluateConfig),

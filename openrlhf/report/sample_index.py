@@ -15,6 +15,7 @@ import duckdb
 
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.report.samples import COLUMNS, Row, plain, sample_of
+from openrlhf.utils.run_folder import ROLLOUTS
 
 SEARCHED = ("prompt", "response", "label")
 # A condition in a search, the same as in report.js; the rest of the search is text.
@@ -56,7 +57,7 @@ class SampleIndex:
     """The samples in `run_dir`, as they are at the last `refresh`."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.folder = run_dir / "rollouts"
+        self.folder = run_dir / ROLLOUTS
         self._spill = tempfile.TemporaryDirectory(prefix="openrlhf-report-")
         self._lock = threading.Lock()
         self._known: set[tuple[str, int]] = set()  # files and their times

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow.parquet
 
 from openrlhf.errors import ConfigError, first_line
+from openrlhf.utils.run_folder import ROLLOUTS
 from openrlhf.utils.samples import spread
 
 Row = dict[str, Any]
@@ -61,7 +62,7 @@ class StepFile:
 def step_files(run_dir: Path) -> list[StepFile]:
     """Return the files of a run: training, then evaluations, each in order."""
     found = []
-    for path in sorted((run_dir / "rollouts").glob("*.parquet")):
+    for path in sorted((run_dir / ROLLOUTS).glob("*.parquet")):
         named = re.fullmatch(r"(eval_)?step_(\d+)\.parquet", path.name)
         if named is not None:
             try:
@@ -81,7 +82,7 @@ def excerpt(run_dir: Path, files: Sequence[StepFile]) -> list[Row]:
     left = MAX_EXCERPT_BYTES
     for index, file in enumerate(chosen):
         share = left // (len(chosen) - index)
-        parquet = pyarrow.parquet.ParquetFile(run_dir / "rollouts" / file.name)
+        parquet = pyarrow.parquet.ParquetFile(run_dir / ROLLOUTS / file.name)
         batches = parquet.iter_batches(batch_size=16)
         for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
             sample = sample_of(row, file.name, number)

@@ -28,7 +28,7 @@ from openrlhf.rewards.base import (
     RewardSource,
     checked_result,
 )
-from openrlhf.utils.logging import warn
+from openrlhf.utils.console import warn
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"  # sent as a bearer token where it is set
 MAX_TEXT_SHOWN = 200

@@ -13,7 +13,7 @@ from openrlhf.algorithms.evaluation import (
     standard_error,
     wilson_interval,
 )
-from openrlhf.utils.logging import STDERR, Values
+from openrlhf.utils.metrics import STDERR, Values
 from openrlhf.utils.rollout import Rollout
 
 

@@ -23,7 +23,7 @@ from openrlhf.errors import EngineError
 from openrlhf.rollout.async_controller import AsyncController, AsyncLimits, Key
 from openrlhf.rollout.rollout import GroupStream, Rollouts
 from openrlhf.rollout.step_sampler import StepSampler
-from openrlhf.utils.logging import notice
+from openrlhf.utils.console import notice
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout, fields_of
 from openrlhf.utils.threads import on_loop

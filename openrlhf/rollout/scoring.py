@@ -19,7 +19,7 @@ from openrlhf.rewards.base import (
     RewardSource,
     Shown,
 )
-from openrlhf.utils.logging import notice, warn, warn_once
+from openrlhf.utils.console import notice, warn, warn_once
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.samples import printable

@@ -29,23 +29,15 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.utils.callbacks import Callback
+from openrlhf.utils.console import notice, warn
 from openrlhf.utils.gpus import peak_memory_gib
-from openrlhf.utils.logging import (
-    RunClock,
-    Values,
-    eval_line,
-    hints,
-    needed_history,
-    notice,
-    step_line,
-    warn,
-)
-from openrlhf.utils.metrics import Metrics, merged, standard_errors
+from openrlhf.utils.metrics import Metrics, Values, merged, standard_errors
 from openrlhf.utils.outcome import num_since_best, stopped_early
 from openrlhf.utils.packing import Batch
 from openrlhf.utils.progress import progress
+from openrlhf.utils.step_line import RunClock, eval_line, hints, needed_history, step_line
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
-from openrlhf.utils.tracking import NullTracker, Tracker
+from openrlhf.utils.tracker import NullTracker, Tracker
 
 PHASES = ("data", "forward_backward", "optimizer")  # of a step, in their order
 MAX_NAMED_ROWS = 3

@@ -23,11 +23,11 @@ from openrlhf.trainer.ppo_updates import StepFacts
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
-from openrlhf.utils.logging import notice, warn
+from openrlhf.utils.console import notice, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout, fields_of
 
-DUMPS, FACTS, SAMPLES = "dumps", "step.json", "samples.pt"
+FACTS, SAMPLES = "step.json", "samples.pt"
 # Columns of an experience that models computed, and that advantages are made of.
 COMPUTED = ("old_logprobs", "ref_logprobs", "values")
 OF_DATA = ("label", "datasource", "columns", "source_prompt")  # any values; a replay needs none

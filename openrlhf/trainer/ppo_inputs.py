@@ -8,7 +8,7 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.rewards.base import RewardSource
-from openrlhf.utils.logging import notice
+from openrlhf.utils.console import notice
 from openrlhf.utils.tokenizer import Tokenizer, TokenTexts
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
-from openrlhf.distributed.folders import HOLDER
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.rollout.rollout_queue import RolloutQueue, write_groups
 from openrlhf.rollout.step_sampler import StepSampler
@@ -24,10 +23,11 @@ from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.trainer.workers.policy import PolicyModelActor
-from openrlhf.utils.logging import Values, notice, warn
-from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.console import notice, warn
+from openrlhf.utils.metrics import Metrics, Values
 from openrlhf.utils.outcome import noteworthy
 from openrlhf.utils.progress import progress
+from openrlhf.utils.run_folder import HOLDER_FILE
 
 RUN = "run"  # the controller's own state, in state.json
 PLAIN = (
@@ -106,9 +106,9 @@ class RunState:
         root = self.opened.store.root
         try:
             for group in self.groups.values() if self.opened.config.uses_root else ():
-                group.call(TrainedWorker.check_sees, str(root / HOLDER))
+                group.call(TrainedWorker.check_sees, str(root / HOLDER_FILE))
         except CheckpointError as error:
-            text = str(error).replace(str(root / HOLDER), f"--ckpt_path {root}")
+            text = str(error).replace(str(root / HOLDER_FILE), f"--ckpt_path {root}")
             raise ConfigError(text) from error
 
     def resume(self) -> None:

@@ -21,7 +21,7 @@ from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.local_cluster import Cluster
-from openrlhf.trainer.ppo_dumps import DUMPS, StepDump
+from openrlhf.trainer.ppo_dumps import StepDump
 from openrlhf.trainer.ppo_inputs import RunInputs, say_dropped
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_updates import StepFacts, trained_roles, update_model
@@ -32,19 +32,15 @@ from openrlhf.trainer.ppo_utils.worker_group import Forward
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback
-from openrlhf.utils.logging import (
-    RunClock,
-    eval_line,
-    hints,
-    needed_history,
-    notice,
-    step_line,
-)
+from openrlhf.utils.console import notice
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.outcome import num_since_best, reward_alone, say_outcome, stopped_early
 from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.rollout_files import rollout_row, write_rollouts
+from openrlhf.utils.run_folder import DUMPS
 from openrlhf.utils.samples import example_of, show_samples
-from openrlhf.utils.tracking import Tracker, rollout_row, write_rollouts
+from openrlhf.utils.step_line import RunClock, eval_line, hints, needed_history, step_line
+from openrlhf.utils.tracker import Tracker
 
 SAMPLES_EVERY = 10  # steps until samples are shown again
 

@@ -29,7 +29,7 @@ from openrlhf.trainer.base_trainer import (
     SampleT,
     load_actor,
 )
-from openrlhf.utils.logging import notice
+from openrlhf.utils.console import notice
 from openrlhf.utils.packing import Batch, PackedBatch
 
 

@@ -6,13 +6,13 @@ ranks is exact.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from openrlhf.utils.logging import STDERR
-
+STDERR = "_stderr"  # behind a metric's name: the standard error of its mean
+Values = Mapping[str, float]
 Reduction = Literal["mean", "sum", "max", "min"]
 COMBINE: dict[Reduction, Callable[[list[float]], float]] = {
     "mean": sum,

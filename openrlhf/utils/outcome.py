@@ -5,13 +5,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from openrlhf.utils.logging import LOSSES, SAME_REWARD, STDERR, Values, notice, short_name, warn
+from openrlhf.utils.console import notice, warn
+from openrlhf.utils.metrics import STDERR, Values
+from openrlhf.utils.run_folder import DUMPS, LOGS, METRICS_FILE, ROLLOUTS
+from openrlhf.utils.step_line import LOSSES, SAME_REWARD, short_name
 
 MAX_FALL = 2.0  # standard errors of a difference that may be chance
 MIN_THIRD = 3  # steps in a third of a run, to compare thirds
 MAX_SOLVED = 0.99  # a score above has no room to rise
 PASS1 = "_pass1"  # ends the name of the pass rate of a data source
-BESIDE = ("metrics.jsonl", "rollouts", "dumps", "logs")  # a model in a run folder
+BESIDE = (METRICS_FILE, ROLLOUTS, DUMPS, LOGS)  # a model in a run folder
 
 
 def say_saved(run_dir: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import rich.console
 import rich.progress
 
-from openrlhf.utils.logging import is_terminal, make_console
+from openrlhf.utils.console import is_terminal, make_console
 
 DELAY_S = 1.0  # a bar appears when its work has lasted this long
 REDRAWS_PER_S = 4

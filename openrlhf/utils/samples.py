@@ -12,7 +12,7 @@ from typing import TypeVar
 import rich.panel
 import rich.text
 
-from openrlhf.utils.logging import log, make_console, notice
+from openrlhf.utils.console import log, make_console, notice
 from openrlhf.utils.rollout import Rollout
 
 Item = TypeVar("Item")

@@ -68,7 +68,7 @@ def _ask_hub(ids: Sequence[str], *, is_shown: bool) -> None:
     from huggingface_hub import constants, get_session  # noqa: PLC0415 - it would slow --help
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
 
-    from openrlhf.utils.logging import warn  # noqa: PLC0415 - rich would slow --help
+    from openrlhf.utils.console import warn  # noqa: PLC0415 - rich would slow --help
     from openrlhf.utils.progress import progress  # noqa: PLC0415
 
     if constants.is_offline_mode():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from openrlhf.utils.logging import warn
+from openrlhf.utils.console import warn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NOTHING_SAVED = "nothing was saved yet. Type the same command to start again"

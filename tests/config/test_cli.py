@@ -228,7 +228,7 @@ def test_the_folder_of_tensorboard(
 
 def test_the_hub_is_the_callers() -> None:
     code = (
-        "from openrlhf.utils.logging import quiet_frameworks; quiet_frameworks(); "
+        "from openrlhf.utils.framework_logs import quiet_frameworks; quiet_frameworks(); "
         "from huggingface_hub import constants as c, get_token; "
         "print(c.HF_HOME, c.ENDPOINT, c.HF_HUB_OFFLINE, get_token())"
     )

@@ -21,8 +21,9 @@ from openrlhf.distributed.checkpoints import (
     random_state,
     set_random_state,
 )
-from openrlhf.distributed.folders import HOLDER, holding, seal, verify
+from openrlhf.distributed.folders import holding, seal, verify
 from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.utils.run_folder import HOLDER_FILE
 from tests.tiny import write_jsonl
 
 GIB = 1024**3
@@ -196,8 +197,8 @@ def test_a_folder_is_refused_while_its_holder_lives_and_free_once_it_is_killed(t
         process.send_signal(signal.SIGKILL)
         process.wait()
         with holding(tmp_path, "--save_path"):
-            assert json.loads((tmp_path / HOLDER).read_text())["pid"] == os.getpid()
-    assert not (tmp_path / HOLDER).exists()
+            assert json.loads((tmp_path / HOLDER_FILE).read_text())["pid"] == os.getpid()
+    assert not (tmp_path / HOLDER_FILE).exists()
 
 
 @pytest.fixture

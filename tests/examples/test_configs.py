@@ -12,7 +12,7 @@ import yaml
 
 from openrlhf.cli.main import COMMANDS
 from openrlhf.config.cli import parse_config
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 from tests.source import ROOT
 
 CONFIGS = ROOT / "examples" / "configs"

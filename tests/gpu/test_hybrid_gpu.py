@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 from tests.gpu.engines import DEVICES
 from tests.integration.commands import PPO_HYBRID, argv, run_command
 from tests.tiny import make_model, make_reward_model, write_jsonl

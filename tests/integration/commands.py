@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 
 # Rollout and training sizes every command shares; later flags win.
 SMALL = (

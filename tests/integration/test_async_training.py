@@ -13,7 +13,7 @@ import pytest
 from openrlhf.cli import train_ppo_ray
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 from tests.integration.commands import argv, steps_of
 
 FLAGS = (

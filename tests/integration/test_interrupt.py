@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 from tests.integration.commands import argv, steps_of
 from tests.integration.test_launchers import environment, launched
 from tests.tiny import write_jsonl

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from openrlhf.utils.tracking import write_rollouts
+from openrlhf.utils.rollout_files import write_rollouts
 
 ATTACK = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
 # Searches among the samples of a run of three steps, and the rewards of what they find.

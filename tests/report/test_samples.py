@@ -12,7 +12,7 @@ import pytest
 from openrlhf.report import samples
 from openrlhf.report.sample_index import Query, SampleIndex
 from openrlhf.report.samples import excerpt, spread, step_files
-from openrlhf.utils.tracking import write_rollouts
+from openrlhf.utils.rollout_files import write_rollouts
 from tests.report.large_run import served, write_large_run
 from tests.report.run_folders import SEARCHES, make_run, sample
 

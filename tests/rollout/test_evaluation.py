@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from openrlhf.rollout.evaluation import evaluation_metrics
-from openrlhf.utils.logging import STDERR
-from openrlhf.utils.metrics import Metrics, standard_errors
+from openrlhf.utils.metrics import STDERR, Metrics, standard_errors
 from openrlhf.utils.outcome import (
     has_fallen,
     noteworthy,

@@ -29,7 +29,7 @@ from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import PromptRecord
-from openrlhf.utils.tracking import Tracker, read_metrics
+from openrlhf.utils.tracker import Tracker, read_metrics
 from tests.trainer.test_experience import rollout
 
 Key = tuple[int, int]

@@ -18,7 +18,7 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.tracking import Tracker
+from openrlhf.utils.tracker import Tracker
 
 # 21 samples are batches of 8, 8, 5: step 2 is inside the first epoch, step 3 is its end. Steps are
 # logged in pairs: what is logged at step 4 began before a checkpoint of step 3.

@@ -14,7 +14,7 @@ from openrlhf.distributed.checkpoints import open_checkpoints
 from openrlhf.errors import ConfigError
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.outcome import num_since_best
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
 from tests.trainer.small_run import FACTS, config_of, make_trainer

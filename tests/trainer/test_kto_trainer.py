@@ -10,7 +10,7 @@ from openrlhf.cli.train_kto import main
 from openrlhf.datasets.sampler import epoch_order
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
 from openrlhf.trainer.kto_trainer import mismatched_pairs
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
 

@@ -13,7 +13,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 from tests.distributed.spawn import run_ranks
 from tests.integration.commands import argv
 from tests.integration.conftest import REWARD_CODE

@@ -17,7 +17,7 @@ from openrlhf.cli import train_dpo, train_kto, train_prm, train_rm, train_sft
 from openrlhf.models.value_head import reward_mean_and_std
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
 from tests.trainer.gradients import response_logprob

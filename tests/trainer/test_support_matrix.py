@@ -17,7 +17,7 @@ import torch
 from openrlhf.cli import train_sft
 from openrlhf.distributed.collectives import shut_down
 from openrlhf.trainer.base_trainer import BaseTrainer
-from openrlhf.utils.tracking import read_metrics
+from openrlhf.utils.tracker import read_metrics
 from tests.distributed.spawn import meet_elsewhere, run_ranks
 from tests.source import ROOT
 from tests.tiny import make_model, write_jsonl

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from openrlhf.config.base import Caution
-from openrlhf.utils import logging as console
+from openrlhf.utils import console, step_line
 
 METRICS = {
     "reward": 0.4121,
@@ -24,28 +24,28 @@ METRICS = {
 
 
 def test_step_line_shows_numbers_and_phase_split():
-    assert console.step_line(12, 60, METRICS) == (
+    assert step_line.step_line(12, 60, METRICS) == (
         "step 12/60 | reward 0.412 | len 5.2 | kl 0.0021 | clip 0.3% | grad 0.52 | tok/s 1.8k"
         " | 2.1s: gen 0.9 logp 0.3 train 0.8 sync 0.1"
     )
 
 
 def test_step_line_of_supervised_training_shows_loss_and_rate():
-    line = console.step_line(3, 10, {"gpt_loss": 1.25, "lr": 5e-6, "grad_norm": 2.0})
+    line = step_line.step_line(3, 10, {"gpt_loss": 1.25, "lr": 5e-6, "grad_norm": 2.0})
     assert line == "step 3/10 | loss 1.2500 | grad 2 | lr 5e-06"
 
 
 def test_step_line_ends_with_the_time_since_the_start_and_until_the_end(monkeypatch):
-    monkeypatch.setattr(console.time, "monotonic", lambda: 1200.0)
+    monkeypatch.setattr(step_line.time, "monotonic", lambda: 1200.0)
     # It went on behind step 10 and made two steps in 200 s; 48 are left.
-    clock = console.RunClock(first_step=10, start_s=1000.0)
-    line = console.step_line(12, 60, {"reward": 1.0}, clock)
+    clock = step_line.RunClock(first_step=10, start_s=1000.0)
+    line = step_line.step_line(12, 60, {"reward": 1.0}, clock)
     assert line == "step 12/60 | reward 1.000 | elapsed 3m20s | eta 1h20m"
 
 
 def test_eval_line_puts_the_standard_error_behind_its_mean():
     values = {"eval/eval_math_pass1": 0.5, "eval/eval_math_pass1_stderr": 0.0123, "eval/len": 3.0}
-    assert console.eval_line(20, values) == "eval at step 20 | math_pass1 0.5 ±0.012 | len 3"
+    assert step_line.eval_line(20, values) == "eval at step 20 | math_pass1 0.5 ±0.012 | len 3"
 
 
 def test_counts_and_times_are_short():
@@ -57,10 +57,10 @@ def test_counts_and_times_are_short():
 
 def test_equal_rewards_are_hinted_once_per_spell():
     red, green = {"group_reward_std": 0.0}, {"group_reward_std": 0.2}
-    assert "teaches nothing" in console.hints(red, [green])[0]
-    assert console.hints(red, [green, red]) == []
-    assert len(console.hints(red, [red, green])) == 1
-    [line] = console.hints(red, [green], example=" One of them: {ok}.")
+    assert "teaches nothing" in step_line.hints(red, [green])[0]
+    assert step_line.hints(red, [green, red]) == []
+    assert len(step_line.hints(red, [red, green])) == 1
+    [line] = step_line.hints(red, [green], example=" One of them: {ok}.")
     assert line.endswith("more --n_samples_per_prompt. One of them: {ok}.")
 
 
@@ -84,7 +84,7 @@ def test_a_learning_rate_that_is_far_too_high_is_named_instead_of_the_temperatur
         ),
         ({"gpt_loss": 9.0, "lr": 1e-2}, [{"gpt_loss": 2.0, "lr": 1e-2}], "the loss rose from 2 to"),
     ):
-        [line] = console.hints(metrics, history)
+        [line] = step_line.hints(metrics, history)
         assert signs in line and "learning rate is probably far too high" in line
         assert "--temperature" not in line
     assert line.endswith("Try a tenth of --learning_rate.")
@@ -95,27 +95,29 @@ def test_equal_rewards_of_a_policy_that_has_not_moved_are_no_matter_of_the_rate(
         rl(group_reward_std=0.0, reward=0.1),  # a small KL
         rl(group_reward_std=0.0, reward=1.0, kl=2.0),  # the best reward
     ):
-        [line] = console.hints(equal, [rl(kl=1.5)])
+        [line] = step_line.hints(equal, [rl(kl=1.5)])
         assert "a higher --temperature" in line
-    assert console.hints(rl(kl=3.0), [rl(kl=2.5)]) == []  # it moves, but does not jump
-    assert console.hints({"gpt_loss": 3.0, "lr": 1e-2}, [{"gpt_loss": 2.0, "lr": 1e-2}]) == []
+    assert step_line.hints(rl(kl=3.0), [rl(kl=2.5)]) == []  # it moves, but does not jump
+    assert step_line.hints({"gpt_loss": 3.0, "lr": 1e-2}, [{"gpt_loss": 2.0, "lr": 1e-2}]) == []
 
 
 def test_an_update_that_rounding_undoes_is_named_once_the_rate_has_warmed_up():
     small = {"loss": 1.0, "lr": 1e-9, "update_ratio": 2e-8}
-    [line] = console.hints(small, [{"loss": 1.0, "lr": 1e-9}])
+    [line] = step_line.hints(small, [{"loss": 1.0, "lr": 1e-9}])
     assert "the weights by 2e-08 of their size" in line
     assert line.endswith("Try a larger --learning_rate (1e-09 now).")
-    assert console.hints(small, []) == []
-    assert console.hints(small, [{"loss": 1.0, "lr": 5e-10}]) == []
-    assert console.hints(small | {"update_ratio": 1e-6}, [{"loss": 1.0, "lr": 1e-9}]) == []
+    assert step_line.hints(small, []) == []
+    assert step_line.hints(small, [{"loss": 1.0, "lr": 5e-10}]) == []
+    assert step_line.hints(small | {"update_ratio": 1e-6}, [{"loss": 1.0, "lr": 1e-9}]) == []
 
 
 def test_truncation_mismatch_and_entropy_have_their_hints():
     start = [{"entropy": 2.0}] * 5
     metrics = {"response_clip_ratio": 0.5, "vllm_kl": 0.02, "entropy": 0.19}
-    assert console.hints({"response_clip_ratio": 0.1, "vllm_kl": 1e-4, "entropy": 2.0}, start) == []
-    cut, mismatch, entropy = console.hints(metrics, start)
+    assert (
+        step_line.hints({"response_clip_ratio": 0.1, "vllm_kl": 1e-4, "entropy": 2.0}, start) == []
+    )
+    cut, mismatch, entropy = step_line.hints(metrics, start)
     assert "50% of the responses" in cut and "--generate_max_len" in cut
     assert "mismatch KL 0.02" in mismatch
     assert "entropy fell to 0.19" in entropy
@@ -143,7 +145,8 @@ def run_python(code: str, folder: Path) -> str:
 
 CHATTER = """
 import json, logging, logging.config, os, sys, warnings
-from openrlhf.utils.logging import notice, redirect_framework_logs
+from openrlhf.utils.console import notice
+from openrlhf.utils.framework_logs import redirect_framework_logs
 early = logging.getLogger("ray")
 early.addHandler(logging.StreamHandler(sys.stdout))
 path = redirect_framework_logs("run", "actor")
@@ -169,7 +172,8 @@ def test_framework_chatter_goes_to_the_role_log(tmp_path):
 
 STARTS = """
 import os
-from openrlhf.utils.logging import notice, redirect_framework_logs
+from openrlhf.utils.console import notice
+from openrlhf.utils.framework_logs import redirect_framework_logs
 for number in range(3):
     path = redirect_framework_logs("run", "actor", capture_streams=number == 2)
     if number < 2:
@@ -194,7 +198,7 @@ def test_every_start_has_a_file_of_its_own_and_captured_streams_take_native_prin
 
 FALSE_ALARM = """
 import logging, sys
-from openrlhf.utils.logging import quiet_frameworks
+from openrlhf.utils.framework_logs import quiet_frameworks
 quiet_frameworks()
 deepspeed = logging.getLogger("DeepSpeed")
 deepspeed.addHandler(logging.StreamHandler(sys.stdout))

@@ -11,58 +11,60 @@ import pytest
 import torch
 
 from openrlhf.config.common import LoggerConfig, WandbConfig
-from openrlhf.utils import tracking
+from openrlhf.utils.rollout_files import write_rollouts
+from openrlhf.utils.sinks import BackgroundSink, write_mlflow, write_trackio
+from openrlhf.utils.tracker import Tracker, make_tracker, read_metrics
 
 
 def test_jsonl_holds_one_strict_json_object_a_step(tmp_path):
-    tracker = tracking.Tracker(tmp_path)
+    tracker = Tracker(tmp_path)
     tracker.log(1, {"reward": 0.5, "kl": math.nan, "grad_norm": math.inf})
     tracker.log(2, {"reward": 0.75})
-    first, second = tracking.read_metrics(tmp_path / "metrics.jsonl")
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
     assert (first["step"], first["reward"], first["kl"], first["grad_norm"]) == (1, 0.5, None, None)
     assert (second["step"], second["reward"]) == (2, 0.75)
 
 
 def test_resume_drops_the_steps_after_the_checkpoint_and_torn_lines(tmp_path):
-    tracker = tracking.Tracker(tmp_path)
+    tracker = Tracker(tmp_path)
     for step in (1, 2, 3):
         tracker.log(step, {"reward": float(step)})
     with tracker.path.open("a") as file:
         file.write('{"step": 4, "rew')
-    resumed = tracking.Tracker(tmp_path, resume_step=2)
+    resumed = Tracker(tmp_path, resume_step=2)
     resumed.log(3, {"reward": 30.0})
-    records = tracking.read_metrics(resumed.path)
+    records = read_metrics(resumed.path)
     assert [(r["step"], r["reward"]) for r in records] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
 def test_resume_drops_the_samples_after_the_checkpoint(tmp_path):
     for step in (2, 3):
         for kind in ("step", "eval_step"):
-            tracking.write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=9, kind=kind)
-    tracking.Tracker(tmp_path, resume_step=2)
+            write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=9, kind=kind)
+    Tracker(tmp_path, resume_step=2)
     left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert left == ["eval_step_000002.parquet", "step_000002.parquet"]
 
 
 def test_numbers_that_parquet_cannot_hold_are_text(tmp_path):
-    path = tracking.write_rollouts(tmp_path, 1, [{"hash": 2**70}, {"hash": 3}], num_kept=9)
+    path = write_rollouts(tmp_path, 1, [{"hash": 2**70}, {"hash": 3}], num_kept=9)
     assert pyarrow.parquet.read_table(path).to_pylist() == [{"hash": str(2**70)}, {"hash": "3"}]
 
 
 def test_files_that_cannot_be_written_warn_once(tmp_path, capsys):
-    tracker = tracking.Tracker(tmp_path)
+    tracker = Tracker(tmp_path)
     tracker.path.mkdir()  # opening it now fails, for root as well
     (tmp_path / "rollouts").write_text("a file in the way")
     for step in (1, 2):
         tracker.log(step, {"reward": 1.0})
-        assert tracking.write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=9) is None
+        assert write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=9) is None
     assert capsys.readouterr().err.count("warning:") == 2
 
 
 def test_a_sink_gets_everything_before_it_closes(tmp_path):
     records = []
-    sink = tracking.BackgroundSink("sink", records.extend)
-    tracker = tracking.Tracker(tmp_path, sinks=[sink])
+    sink = BackgroundSink("sink", records.extend)
+    tracker = Tracker(tmp_path, sinks=[sink])
     for step in range(5):
         tracker.log(step, {"reward": float(step)})
     tracker.close()
@@ -73,7 +75,7 @@ def test_a_failing_sink_warns_once_and_training_goes_on(capsys):
     def read(records):
         raise ConnectionError("no network\nsecond line")
 
-    sink = tracking.BackgroundSink("wandb", read)
+    sink = BackgroundSink("wandb", read)
     sink._thread.join(10)
     for step in range(500):
         sink.offer((step, {"reward": 0.0}))
@@ -85,7 +87,7 @@ def test_a_failing_sink_warns_once_and_training_goes_on(capsys):
 
 def test_a_hanging_sink_costs_no_time_and_one_warning(capsys):
     release = threading.Event()
-    sink = tracking.BackgroundSink("sink", lambda records: release.wait(60), queue_size=4)
+    sink = BackgroundSink("sink", lambda records: release.wait(60), queue_size=4)
     start = time.monotonic()
     for step in range(100):
         sink.offer((step, {"reward": 0.0}))
@@ -98,7 +100,7 @@ def test_a_hanging_sink_costs_no_time_and_one_warning(capsys):
 def test_tensorboard_writes_an_event_file_and_is_off_by_default(tmp_path):
     for tensorboard_dir in (None, str(tmp_path / "tb")):
         config = LoggerConfig(tensorboard_dir=tensorboard_dir)
-        tracker = tracking.make_tracker(config, tmp_path / "run", {})
+        tracker = make_tracker(config, tmp_path / "run", {})
         tracker.log(1, {"reward": 1.0})
         tracker.close()
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
@@ -132,7 +134,7 @@ NAMES = WandbConfig(project="sums", run_name="first", group="tries")
 
 def test_trackio_gets_the_names_the_settings_and_every_record():
     library = Recorder()
-    tracking.write_trackio(iter(RECORDS), NAMES, {"adam": {"lr": 1e-5}}, library)
+    write_trackio(iter(RECORDS), NAMES, {"adam": {"lr": 1e-5}}, library)
     (start, _, said), *logged, (end, *_) = library.calls
     assert (start, end) == ("init", "finish")
     names = {"project": "sums", "name": "first", "group": "tries", "config": {"adam": {"lr": 1e-5}}}
@@ -143,7 +145,7 @@ def test_trackio_gets_the_names_the_settings_and_every_record():
 def test_mlflow_gets_flat_settings_and_names_of_metrics_that_it_takes():
     library = Recorder()
     settings = {"adam": {"lr": 1e-5}, **{f"s{k}": k for k in range(100)}}
-    tracking.write_mlflow(iter(RECORDS), NAMES, settings, library)
+    write_mlflow(iter(RECORDS), NAMES, settings, library)
     experiment, start, first, second, *logged, end = library.calls
     assert experiment == ("set_experiment", ("sums",), {})
     assert (start, end[0]) == (("start_run", (), {"run_name": "first"}), "end")
@@ -161,7 +163,7 @@ def test_the_libraries_themselves_take_what_is_sent(tmp_path, monkeypatch):
     _, mlflow = map(pytest.importorskip, ("trackio", "mlflow"))
     mlflow.set_tracking_uri((tmp_path / "mlflow").as_uri())
     config = LoggerConfig(trackio=True, mlflow=True, wandb=NAMES)
-    tracker = tracking.make_tracker(config, tmp_path / "run", {"adam": {"lr": 1e-5}})
+    tracker = make_tracker(config, tmp_path / "run", {"adam": {"lr": 1e-5}})
     for step, values in RECORDS:
         tracker.log(step, values)
     tracker.close()
@@ -183,7 +185,7 @@ def test_rollouts_are_read_back_as_written(tmp_path):
         asked.extend(token_ids)
         return [f"t{token_id}" for token_id in token_ids]
 
-    path = tracking.write_rollouts(tmp_path, 7, rows, num_kept=9, token_texts=texts)
+    path = write_rollouts(tmp_path, 7, rows, num_kept=9, token_texts=texts)
     assert path == tmp_path / "rollouts/step_000007.parquet"
     back = pyarrow.parquet.read_table(path).to_pylist()
     assert [row["token_texts"] for row in back] == [["t5", "t6"], ["t5"]]
@@ -194,7 +196,7 @@ def test_rollouts_are_read_back_as_written(tmp_path):
 
 def test_columns_of_mixed_types_become_json(tmp_path):
     rows = [{"label": "7"}, {"label": 7}, {"label": {"answer": [1, "x"]}}, {"label": None}]
-    path = tracking.write_rollouts(tmp_path, 1, rows, num_kept=9)
+    path = write_rollouts(tmp_path, 1, rows, num_kept=9)
     labels = pyarrow.parquet.read_table(path)["label"].to_pylist()
     assert labels == ['"7"', "7", '{"answer": [1, "x"]}', None]
 
@@ -202,6 +204,6 @@ def test_columns_of_mixed_types_become_json(tmp_path):
 def test_the_files_of_the_last_steps_stay(tmp_path):
     # It goes on from a checkpoint of step 2.
     for step in (1, 2, 3, 4, 3, 4, 5):
-        tracking.write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=2)
+        write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=2)
     names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert names == ["step_000004.parquet", "step_000005.parquet"]

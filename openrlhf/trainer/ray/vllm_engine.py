@@ -12,7 +12,7 @@ from openrlhf.engines.base import Completion, GenerationRequest, Result, WeightB
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.utils import node_address, own_gpu
-from openrlhf.utils.logging import redirect_framework_logs
+from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.progress import Health
 
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop

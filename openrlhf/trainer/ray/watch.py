@@ -18,7 +18,7 @@ from openrlhf.errors import EngineError
 from openrlhf.trainer.ray.deaths import death_of_ray, is_dead, is_stopped
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP
 from openrlhf.utils import stopping
-from openrlhf.utils.logging import warn
+from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Advance, Health, progress
 
 ASK_EVERY_S = 2.0

@@ -34,8 +34,8 @@ from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, UpdateStep
+from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.gpus import peak_memory_gib
-from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, Health, progress

@@ -32,6 +32,7 @@ from openrlhf.trainer.workers.weight_sync import Way, WeightTransport, weight_ro
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.run_folder import POLICY
 from openrlhf.utils.tokenizer import tokenizer_of
 
 AVERAGE = "average.pt"  # of the weights, in a checkpoint
@@ -266,7 +267,7 @@ class PolicyModelActor(TrainedWorker):
             self.export_policy(path)
             return
         super().export(path, self.average.tensors())
-        self.export_policy(str(Path(path) / "policy"))
+        self.export_policy(str(Path(path) / POLICY))
 
     def export_policy(self, path: str) -> None:
         """Export the weights that samples are made with."""

@@ -1,145 +1,18 @@
-"""Everything the package says on the console, and where the frameworks' own chatter goes.
-
-Plain lines, on a terminal and elsewhere; bars are in progress.py. The text of the step line and of
-the hints is made by pure functions of metrics; the names are the logged names.
-vLLM, Ray and DeepSpeed are known here only by the names of their loggers and switches.
+"""The lines of a step, of an evaluation and of hints, as pure functions of metrics by their logged
+names.
 """
 
-import itertools
-import json
-import logging
 import math
-import os
 import statistics
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 
-import rich.console
-
-from openrlhf.config.base import Caution
-
-_LOGGER = logging.getLogger("openrlhf")
-_LOGGER.addHandler(logging.NullHandler())
-_LOGGER.setLevel(logging.INFO)
-_LOGGER.propagate = False
-
-STDERR = "_stderr"  # behind a metric's name: the standard error of its mean
-LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-FRAMEWORK_LOGGERS = (
-    *("vllm", "ray", "DeepSpeed", "transformers", "datasets", "matplotlib", "py.warnings"),
-)
-FRAMEWORK_SWITCHES = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_HUB_VERBOSITY": "error",
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    "TQDM_DISABLE": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # No telemetry: nothing about a run leaves the machine unless the user asks for it.
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
-# What libraries warn of at each import: no GPU is here, a kernel nobody asked for is not installed.
-FALSE_ALARMS = {
-    "DeepSpeed": "Setting accelerator to CPU",
-    "bitsandbytes.backends.cpu.ops": "gemm_4bit_forward",
-}
-
-Values = Mapping[str, float]
-
-
-def make_console(*, is_error: bool = False) -> rich.console.Console:
-    """Return a console on stdout (or stderr) that colours only what the caller marks."""
-    return rich.console.Console(stderr=is_error, highlight=False, soft_wrap=True, markup=False)
-
-
-def is_terminal() -> bool:
-    """Return True if a person watches: progress bars are drawn only then."""
-    return make_console().is_terminal
-
-
-def notice(message: str) -> None:
-    """Say one line on the console and in the role's log file."""
-    make_console().print(message)
-    log(message)
-
-
-def log(message: str) -> None:
-    """Write to the role's log file alone."""
-    _LOGGER.info(message)
-
-
-def warn(message: str) -> None:
-    """Say one line that deserves attention on stderr and in the role's log file."""
-    make_console(is_error=True).print(f"warning: {message}", style="yellow")
-    _LOGGER.warning(message)
-
-
-@contextmanager
-def collected_warnings() -> Iterator[list[str]]:
-    """Collect what is warned of in the block."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    _LOGGER.addHandler(handler)
-    try:
-        yield found
-    finally:
-        _LOGGER.removeHandler(handler)
-
-
-@cache
-def warn_once(message: str) -> None:
-    """Warn, once in the life of the process for one text."""
-    warn(message)
-
-
-def say_notices(lines: Iterable[str], *, about: str = "") -> None:
-    """Say notices on stderr and in the role's log file: cautions as warnings, others plainly.
-
-    `about` says what all of them are about.
-    """
-    for line in lines:
-        if isinstance(line, Caution):
-            warn(about + line)
-        else:
-            make_console(is_error=True).print(f"note: {about}{line}")
-            _LOGGER.info("%s%s", about, line)
-
-
-def format_count(number: float) -> str:
-    """Return the short form of a count: 950, 1.8k, 3.1M, 7.2B."""
-    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.1f}{suffix}"
-    return f"{number:.0f}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return the short form of a duration: 45s, 3m20s, 2h05m, 1d04h."""
-    whole = round(seconds)
-    for size, unit, part_size, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // part_size:02}{part}"
-    return f"{whole // 60}m{whole % 60:02}s" if whole >= 60 else f"{whole}s"
-
-
-def print_banner(sections: Mapping[str, Mapping[str, object]]) -> None:
-    """Say what is about to run: a block a section (model, devices, batch, ...), a line an entry."""
-    width = max((len(name) for entries in sections.values() for name in entries), default=0)
-    lines = []
-    for title, entries in sections.items():
-        lines.append(title)
-        lines.extend(f"  {name:<{width}}  {value}" for name, value in entries.items())
-    notice("\n".join(lines))
-
+from openrlhf.utils.console import format_count, format_seconds
+from openrlhf.utils.metrics import STDERR, Values
 
 LOSSES = ("policy_loss", "loss", "gpt_loss", "kto_loss", "prm_loss", "distil_loss")
+
 # Label on the step line, metrics of which the first one that was logged is shown, form of a number.
 STEP_FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("reward",), "{:.3f}"),
@@ -154,6 +27,7 @@ STEP_FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("stale", ("staleness_mean",), "{:.2g}"),
     ("tok/s", ("tokens_per_s",), ""),
 )
+
 PHASES = (
     ("wait", "timing/wait"),
     ("gen", "timing/generation"),
@@ -215,15 +89,25 @@ def short_name(name: str) -> str:
 
 
 SAME_REWARD = 1e-6  # the spread of rewards within prompts, below which they are equal
+
 MAX_TRUNCATED_RATIO = 0.3
+
 MAX_MISMATCH_KL = 0.01
+
 MIN_ENTROPY_RATIO = 0.1  # of the entropy at the start of the run
+
 NUM_START_STEPS = 5
+
 MAX_UPDATE_RATIO = 0.1  # norm of an update by that of the weights; good ones: 1e-6 to 1e-2
+
 LARGE_UPDATE_RATIO = 1e-3
+
 MIN_UPDATE_RATIO = 1e-7  # of a number, float32 does not hold less
+
 MAX_KL_JUMP = 1.0  # nats per token in one step
+
 LARGE_KL = 1.0
+
 MAX_LOSS_RISE = 2.0  # by its start
 
 
@@ -320,96 +204,3 @@ def hints(metrics: Values, history: Sequence[Values], *, example: str = "") -> l
 def needed_history(history: Sequence[Values]) -> list[Values]:
     """Return the metrics of earlier steps that `hints` looks at: the first ones and the last."""
     return [*history[:NUM_START_STEPS], *history[NUM_START_STEPS:][-1:]]
-
-
-class _FileOnlyLogger(logging.Logger):
-    """A logger that keeps the handlers it has; libraries add console handlers on a late import."""
-
-    def addHandler(self, hdlr: logging.Handler) -> None:
-        """Ignore the handler."""
-
-
-def quiet_frameworks() -> None:
-    """Switch the frameworks' bars and telemetry off, where the user has not decided otherwise.
-
-    Most read their switches when they are imported: call it before.
-    """
-    for name, value in FRAMEWORK_SWITCHES.items():
-        os.environ.setdefault(name, value)
-    for name in FALSE_ALARMS:
-        logging.getLogger(name).addFilter(_is_no_false_alarm)
-
-
-def _is_no_false_alarm(record: logging.LogRecord) -> bool:
-    return FALSE_ALARMS[record.name] not in record.getMessage()
-
-
-def new_log(run_dir: Path | str, role: str) -> Path:
-    """Make the log of a role's next attempt, which no other process is given: `logs/actor.log`,
-    then `logs/actor.attempt1.log`.
-    """
-    folder = Path(run_dir, "logs")
-    folder.mkdir(parents=True, exist_ok=True)
-    for attempt in itertools.count():
-        path = folder / (f"{role}.attempt{attempt}.log" if attempt else f"{role}.log")
-        with suppress(FileExistsError):
-            path.touch(exist_ok=False)
-            return path
-    raise AssertionError("unreachable")
-
-
-def redirect_framework_logs(
-    run_dir: Path | str, role: str, *, capture_streams: bool = False
-) -> Path:
-    """Send what vLLM, Ray, DeepSpeed and Python warnings say to a file, from children too.
-
-    Every call is an attempt with a file of its own. Call it early; a library imported before or
-    after it is caught alike. `capture_streams` also points this process' stdout and stderr at the
-    file: for workers, whose native code prints too. Return the file.
-    """
-    path = new_log(run_dir, role)
-    quiet_frameworks()
-    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(_write_vllm_config(path))
-    handler = logging.FileHandler(path, delay=True)
-    handler.setFormatter(logging.Formatter(LINE_FORMAT))
-    logging.captureWarnings(capture=True)
-    for name in FRAMEWORK_LOGGERS:
-        _keep_in_file(name, handler)
-    _LOGGER.handlers = [handler]
-    if capture_streams:
-        _capture_streams(path)
-    return path
-
-
-def _keep_in_file(name: str, handler: logging.Handler) -> None:
-    """Make `handler` the only one of this logger, for good."""
-    logger = logging.getLogger(name)
-    logger.handlers = [handler]
-    logger.propagate = False
-    if name != "vllm":  # vLLM configures itself from the file given in VLLM_LOGGING_CONFIG_PATH
-        logger.__class__ = _FileOnlyLogger
-
-
-def _write_vllm_config(path: Path) -> Path:
-    """A logging configuration that vLLM's own processes read too; beside the log file."""
-    handler = {"class": "logging.FileHandler", "filename": str(path.resolve()), "formatter": "line"}
-    config = {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": {"format": LINE_FORMAT}},
-        "handlers": {"file": handler},
-        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
-    }
-    config_path = path.with_suffix(".vllm.json")
-    config_path.write_text(json.dumps(config))
-    return config_path
-
-
-def _capture_streams(path: Path) -> None:
-    """Point file descriptors 1 and 2 at the file, below Python, so that native prints follow."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)

@@ -1,0 +1,107 @@
+"""Samples of steps and evaluations as parquet files in the run folder, one row a sample."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from openrlhf.utils.console import warn_once
+from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.run_folder import ROLLOUTS
+
+TextsOf = Callable[[Sequence[int]], Sequence[str]]  # of tokens
+
+
+def rollout_row(rollout: Rollout) -> dict[str, object]:
+    """Return a sample as a row of a file of rollouts; lists have a value for each token of the
+    whole sequence, or for each sampled one.
+    """
+    versions = rollout.weight_versions
+    return rollout.extra_columns | {
+        "sample_id": rollout.sample_id,
+        "row": rollout.row_id + 1,
+        "group_id": rollout.group_id,
+        "episode_id": rollout.episode_id,
+        "datasource": rollout.datasource,
+        "prompt": rollout.prompt_text,
+        "response": rollout.response_text,
+        "label": rollout.label,
+        "reward": rollout.reward,
+        "reward_parts": rollout.reward_parts,
+        "score": rollout.score,
+        "finish_reason": rollout.finish_reason,
+        "num_actions": rollout.num_actions,
+        "weight_version": int(versions[-1]),
+        "token_ids": rollout.token_ids.numpy(),
+        "action_mask": rollout.action_mask.numpy(),
+        "logprobs": rollout.logprobs.numpy(),
+        "weight_versions": versions.numpy(),
+    }
+
+
+def write_rollouts(
+    run_dir: Path | str,
+    step: int,
+    rows: Sequence[Mapping[str, object]],
+    *,
+    num_kept: int,
+    kind: Literal["step", "eval_step"] = "step",
+    token_texts: TextsOf | None = None,
+) -> Path | None:
+    """Write one step's samples as parquet, one row a sample, over an earlier attempt's:
+    `rollouts/step_000001.parquet`, those of an evaluation `rollouts/eval_step_000001.parquet`.
+    Return the file, or None where a full disk lost it, which is said once. The last `num_kept`
+    files of each kind stay.
+
+    Rows may differ in their columns; a missing one is null. Values parquet has no common type for
+    are written as JSON text. `token_texts` returns the text of each token: it makes the column of
+    that name beside `token_ids`.
+    """
+    import pyarrow.parquet  # noqa: PLC0415 - heavy
+
+    folder = Path(run_dir) / ROLLOUTS
+    path = folder / f"{kind}_{step:06d}.parquet"
+    unfinished = path.with_suffix(".partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(_as_table(rows, token_texts), unfinished)
+        unfinished.replace(path)
+        earlier = [other for other in folder.glob(f"{kind}_*.parquet") if other <= path]
+        for other in sorted(earlier)[:-num_kept]:
+            other.unlink()
+    except OSError as error:
+        warn_once(f"rollouts cannot be written to {folder} ({error}); training goes on.")
+        return None
+    return path
+
+
+def _as_table(rows: Sequence[Mapping[str, object]], token_texts: TextsOf | None) -> object:
+    """Return a pyarrow table of all columns of the rows, in the order of first appearance."""
+    import pyarrow  # noqa: PLC0415 - heavy
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [_plain(row.get(name)) for row in rows] for name in names}
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = pyarrow.array(values)
+        except (pyarrow.ArrowException, OverflowError, UnicodeError):
+            texts = [None if v is None else json.dumps(v, default=str) for v in values]
+            arrays[name] = pyarrow.array(texts, pyarrow.string())
+    if token_texts is not None and (ids := arrays.get("token_ids")) is not None:
+        tokens = ids.values.dictionary_encode()  # the text of each token is looked up once
+        texts = pyarrow.array(token_texts(tokens.dictionary.to_pylist()), pyarrow.string())
+        values = pyarrow.DictionaryArray.from_arrays(tokens.indices, texts)
+        arrays["token_texts"] = pyarrow.ListArray.from_arrays(ids.offsets, values)
+    return pyarrow.table(arrays)
+
+
+def _plain(value: object) -> object:
+    """Return tensors as lists, and an empty mapping as None: parquet has no empty struct."""
+    if hasattr(value, "__array_interface__") and getattr(value, "ndim", 0) == 1:
+        return value  # of numpy, which pyarrow reads faster than a list
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value) or None
+    return value

@@ -1,0 +1,120 @@
+"""Where metrics go: metrics.jsonl in the run folder, and other trackers when asked.
+
+No sink can stop a run: a full disk costs a line and one warning. Nothing here knows what a metric
+means.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from openrlhf.config.common import LoggerConfig
+from openrlhf.utils.console import warn_once
+from openrlhf.utils.run_folder import METRICS_FILE, ROLLOUTS
+from openrlhf.utils.sinks import (
+    BackgroundSink,
+    write_mlflow,
+    write_tensorboard,
+    write_trackio,
+    write_wandb,
+)
+
+
+def read_metrics(path: Path | str) -> list[dict[str, float]]:
+    """Return the records of a metrics.jsonl; a line torn by a crash is left out."""
+    records = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+class Tracker:
+    """One JSON object a step in `metrics.jsonl`: `{"step": 3, "time": 1.7e9, "reward": 0.5, ...}`;
+    the same to further sinks.
+
+    `resume_step` is the step of the checkpoint a run goes on from: later records and samples of the
+    run before are dropped, so that steps never appear twice.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        resume_step: int | None = None,
+        sinks: "Sequence[BackgroundSink]" = (),
+    ) -> None:
+        self.path = Path(run_dir) / METRICS_FILE
+        self.sinks = sinks
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None and self.path.exists():
+            kept = [record for record in self.records() if record["step"] <= resume_step]
+            unfinished = self.path.with_suffix(".partial")
+            unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            unfinished.replace(self.path)
+        if resume_step is not None:
+            for path in (self.path.parent / ROLLOUTS).glob("*.parquet"):
+                number = path.stem.rpartition("_")[2]
+                if number.isdecimal() and int(number) > resume_step:
+                    path.unlink()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one line; a full disk costs the line and one warning."""
+        for sink in self.sinks:
+            sink.offer((step, dict(values)))
+        # NaN and infinities are no JSON.
+        numbers = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        line = json.dumps({"step": step, "time": round(time.time(), 3), **numbers})
+        try:
+            with self.path.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            warn_once(f"metrics cannot be written to {self.path} ({error}); training goes on.")
+
+    def records(self) -> list[dict[str, float]]:
+        """Return everything that was logged of the run."""
+        return read_metrics(self.path) if self.path.exists() else []
+
+    def close(self) -> None:
+        """Let the sinks write out what is pending; no further call follows."""
+        for sink in self.sinks:
+            sink.close()
+
+
+class NullTracker(Tracker):
+    """Keeps nothing: for ranks that do not log, and for tests."""
+
+    def __init__(self) -> None:
+        self.sinks = ()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def records(self) -> list[dict[str, float]]:
+        """Return nothing."""
+        return []
+
+
+def make_tracker(
+    logger: LoggerConfig, run_dir: Path | str, config: Mapping, *, resume_step: int | None = None
+) -> Tracker:
+    """Return the tracker a run asked for; `config` is the resolved tree as nested dicts."""
+    sinks = []
+    if logger.tensorboard_dir:
+        # One folder a run, for comparisons.
+        log_dir = Path(logger.tensorboard_dir) / logger.wandb.run_name.lstrip("/")
+        sinks.append(BackgroundSink("TensorBoard", partial(write_tensorboard, log_dir=log_dir)))
+    if logger.wandb.key:
+        write = partial(write_wandb, settings=logger.wandb, run_dir=run_dir, config=config)
+        sinks.append(BackgroundSink("wandb", write))
+    others = {"trackio": write_trackio, "MLflow": write_mlflow}
+    for name, other in others.items():
+        if getattr(logger, name.lower()):
+            read = partial(other, settings=logger.wandb, config=config)
+            sinks.append(BackgroundSink(name, read))
+    return Tracker(run_dir, resume_step=resume_step, sinks=sinks)
