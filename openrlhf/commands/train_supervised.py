@@ -19,6 +19,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.command_data import supervised_data
 from openrlhf.datasets.tokenized import news, repeats, write_bad_rows
 from openrlhf.distributed.checkpoints import (
+    RUN,
     DataFacts,
     RunCheckpoints,
     export_final,
@@ -266,14 +267,16 @@ class Checkpointer:
         with progress("loading the checkpoint"):
             self.trainer.engine.load_states(saved.path / MODEL, has_own_rate=has_own_rate)
         self.trainer.global_step = saved.step
-        self.trainer.num_bad_steps = saved.state["num_bad_steps"]
+        state = saved.state[RUN]
+        self.trainer.num_bad_steps = state["num_bad_steps"]
         if is_main() and self.trainer.is_finished:
             notice("that run had finished: nothing is left to train")
-        before, now = saved.state["world_size"], self.num_ranks
+        self.checkpoints.kept = self.state_dict()
+        before, now = state["world_size"], self.num_ranks
         if before == now:
-            state = read_json(saved.path / self.rank_file)
-            set_random_state(state["random"])
-            self.trainer.pending = Metrics(state["metrics"])
+            own = read_json(saved.path / self.rank_file)
+            set_random_state(own["random"])
+            self.trainer.pending = Metrics(own["metrics"])
         elif is_main():  # there is no such thing as a rank's own random numbers
             warn(f"{now} ranks go on with what {before} wrote: the same samples, other rounding.")
 
@@ -281,14 +284,15 @@ class Checkpointer:
         """Save every `--save_steps` steps and after the last; raise Interrupted once any rank was
         asked to stop.
         """
-        opened = self.checkpoints
-        is_due = opened.is_on and self.trainer.is_due(opened.config.save_steps)
-        is_saved = is_due and self.save()
+        opened, is_last = self.checkpoints, self.trainer.is_finished
+        if opened.is_due(self, is_last=is_last):
+            self.say_saved(opened.save(self))
         is_asked = any(all_gather_object(stopping.is_asked()))
-        if is_asked and not self.trainer.is_finished:
-            outcome = opened.save_last(lambda: is_saved or self.save())
+        if is_asked and not is_last:
+            folder, outcome = opened.save_last(self)
+            self.say_saved(folder)
             self.trainer.tracker.close()
-            raise stopping.Interrupted(f"step {self.trainer.global_step} is done, {outcome}")
+            raise stopping.Interrupted(outcome)
 
     def say_outcome(self) -> None:
         """Say which evaluation was best, and where its model is."""
@@ -308,26 +312,32 @@ class Checkpointer:
         if self.checkpoints.save_best(step, self.trainer.export) and is_main():
             notice(f"best so far: step {step}")
 
-    def save(self) -> bool:
-        """Save now; all ranks call, and all return whether it was saved.
+    def say_saved(self, folder: Path | None) -> None:
+        """Tell the callbacks of a checkpoint, if there is one."""
+        for callback in self.trainer.callbacks if folder else ():
+            callback.on_save(self.trainer, self.global_step, folder)
 
-        Raises CheckpointError when it failed several times in a row.
-        """
-        step, (epoch, num_batches) = self.trainer.global_step, self.trainer.position
+    @property
+    def global_step(self) -> int:
+        """Return the number of steps that are done."""
+        return self.trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the run, as JSON."""
+        epoch, num_batches = self.trainer.position
         num_samples = num_batches * self.trainer.batch_size
-        state = {
+        return {
             "num_bad_steps": self.trainer.num_bad_steps,
             "world_size": self.num_ranks,
-            "place": f"step {step}, epoch {epoch + 1}, {num_samples} samples into it",
+            "place": f"step {self.global_step}, epoch {epoch + 1}, {num_samples} samples into it",
         }
-        is_saved = self.checkpoints.save(
-            step, write=self._write, export=self.trainer.export, state=state
-        )
-        for callback in self.trainer.callbacks if is_saved else ():
-            callback.on_save(self.trainer, step, self.checkpoints.store.kept(step)[-1])
-        return is_saved
 
-    def _write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> None:
+        """Write weights and states; all ranks call."""
         self.trainer.engine.save_states(folder / MODEL)
         content = {"random": random_state(), "metrics": dict(self.trainer.pending.cells)}
         write_json(folder / self.rank_file, content)
+
+    def export(self, path: Path) -> None:
+        """Write the model as transformers reads it; all ranks call."""
+        self.trainer.export(path)

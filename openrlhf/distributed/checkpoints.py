@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from openrlhf.utils.run_folder import CONFIG_FILE, ENDED_FILE, read_ending
 from openrlhf.utils.stopping import NOTHING_SAVED
 
 STATE = "state.json"
+RUN = "run"  # the run's own part of it
 GIB = 1024**3
 MAX_FAILED_SAVES = 3  # in a row
 _NAME = re.compile(r"global_step(\d+)(?:_hf)?")
@@ -50,6 +51,21 @@ class Saved:
     path: Path
     step: int
     state: dict[str, Any]  # what the run noted of itself, as JSON
+
+
+class Resumable(Protocol):
+    """A run that is saved, and goes on, from between two steps."""
+
+    global_step: int
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the position of the run, as JSON."""
+
+    def write(self, folder: Path) -> None:
+        """Write weights and states; all ranks call."""
+
+    def export(self, path: Path) -> None:
+        """Write the model as transformers reads it; all ranks call."""
 
 
 class CheckpointStore:
@@ -206,6 +222,7 @@ class RunCheckpoints:
         self.saved = saved
         self.settings = settings or {}
         self.num_failed = 0  # saves in a row
+        self.kept: Mapping[str, Any] | None = None  # the run's own state, as last saved or loaded
 
     @property
     def resume_step(self) -> int | None:
@@ -238,7 +255,8 @@ class RunCheckpoints:
                 "old data (and template) back, or leave --load_checkpoint out."
             )
         if is_main():
-            notice(f"resuming from {saved.path}: {saved.state.get('place', f'step {saved.step}')}")
+            place = saved.state[RUN].get("place", f"step {saved.step}")
+            notice(f"resuming from {saved.path}: {place}")
         if command is not None:
             for line in check_settings(command, saved.state["settings"], path=saved.path):
                 warn_on_main(line)
@@ -284,37 +302,42 @@ class RunCheckpoints:
         """Note that `run_dir` holds the model of the last step; the main rank calls."""
         folders.write_json(run_dir / ENDED_FILE, self._finish(step))
 
-    def save(
-        self,
-        step: int,
-        *,
-        write: Callable[[Path], None],
-        export: Callable[[Path], None],
-        state: Mapping[str, object],
-    ) -> bool:
-        """Save now, as the config says; return True if it was saved.
-
-        `write` fills the resumable part, `export` writes a Hugging Face model, `state` is what the
-        run notes of itself, as JSON. Raises CheckpointError when it failed several times in a row.
+    def is_due(self, run: Resumable, *, is_last: bool = False) -> bool:
+        """Return True if it is time to save: every `--save_steps` steps, and at the end what was
+        not saved yet.
         """
-        has_states = not self.config.disable_ds
-        writes = (write if has_states else None, export if self.config.save_hf else None, None)
-        notes = {**state, "data": asdict(self.data), "settings": self.settings}
-        notes["run_dir"] = str(Path(self.config.output_dir).resolve())
-        notes["root"] = str(self.store.root.resolve())
-        error = self._keep(step, writes, notes if has_states else None)
+        if not self.is_on or run.global_step == 0:
+            return False
+        return not self.holds(run) if is_last else run.global_step % self.config.save_steps == 0
+
+    def holds(self, run: Resumable) -> bool:
+        """Return True if the run stands where it was last saved or loaded."""
+        return self.kept == run.state_dict()
+
+    def save(self, run: Resumable) -> Path | None:
+        """Save now, as the config says; return the folder, None where it failed. All ranks call.
+
+        Raises CheckpointError when it failed several times in a row.
+        """
+        step, content, has_states = run.global_step, run.state_dict(), not self.config.disable_ds
+        writes = run.write if has_states else None, run.export if self.config.save_hf else None
+        root, run_dir = self.store.root.resolve(), Path(self.config.output_dir).resolve()
+        state = {RUN: content, "data": asdict(self.data), "settings": self.settings}
+        state |= {"run_dir": str(run_dir), "root": str(root)}
+        error = self._keep(step, (*writes, None), state if has_states else None)
         self.num_failed = 0 if error is None else self.num_failed + 1
         if error is not None:
             line = f"checkpoint of step {step} was not saved: {error}"
             if self.num_failed >= MAX_FAILED_SAVES:
                 raise CheckpointError(f"{line} It is failure {self.num_failed} in a row: stopping.")
             warn_on_main(f"{line} The earlier ones are kept, training goes on.")
-            return False
+            return None
+        self.kept = content
         try:
             on_main(self.store.rotate)
         except CheckpointError as problem:
             warn_on_main(f"old checkpoints could not be removed: {problem}")
-        return True
+        return self.store.kept(step)[-1]
 
     def _keep(
         self,
@@ -335,22 +358,24 @@ class RunCheckpoints:
             return error
         return None
 
-    def save_last(self, save: Callable[[], bool]) -> str:
-        """Save a run that was asked to stop, even if it keeps no checkpoints.
-
-        Return what became of it and how to go on, as the end of a sentence.
+    def save_last(self, run: Resumable) -> tuple[Path | None, str]:
+        """Save a run that was asked to stop, even if it keeps no checkpoints. Return the folder, if
+        it was saved now, and what became of the run and how to go on.
         """
-        config = self.config
+        config, done = self.config, f"step {run.global_step} is done"
+        if run.global_step == 0:
+            return None, "no step is done, and nothing was saved"
         if config.disable_ds:
-            return "nothing to go on from was saved (--disable_ds_ckpt)"
+            return None, f"{done}, nothing to go on from was saved (--disable_ds_ckpt)"
         try:
             if config.save_steps <= 0:
                 on_main(self._take_root)
         except CheckpointError as error:
-            return f"it could not be saved. {error}"
-        if not save():
-            return "it could not be saved."
-        return f"it was saved in {config.path}. {self._to_go_on()}"
+            return None, f"{done}, it could not be saved. {error}"
+        folder = None
+        if not self.holds(run) and (folder := self.save(run)) is None:
+            return None, f"{done}, it could not be saved."
+        return folder, f"{done}, it was saved in {config.path}. {self._to_go_on()}"
 
     def how_to_go_on(self) -> str:
         """Return what a run that ends outside of its loop has saved, and how to go on."""

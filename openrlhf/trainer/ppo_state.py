@@ -7,13 +7,13 @@ has to be shared.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
+from openrlhf.distributed.checkpoints import RUN, DataFacts, RunCheckpoints, open_checkpoints
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.rollout.rollout_queue import RolloutQueue, write_groups
 from openrlhf.rollout.step_sampler import StepSampler
@@ -29,7 +29,6 @@ from openrlhf.utils.outcome import noteworthy
 from openrlhf.utils.progress import progress
 from openrlhf.utils.run_folder import HOLDER_FILE
 
-RUN = "run"  # the controller's own state, in state.json
 PLAIN = (
     *("global_step", "weight_version", "num_texts"),
     *("kl_coef", "evaluations", "history", "num_unlogged"),
@@ -74,7 +73,7 @@ class RunState:
         self.evaluations: list[Values] = []  # the first, the best and the last one
         self.history: list[Values] = []  # metrics of earlier steps, as far as hints look
         self.unlogged, self.num_unlogged = Metrics(), 0  # of the steps since the last line
-        self.kept: dict[str, Any] | None = None  # what was last saved or loaded
+        self.finished: list[Any] = []  # groups that wait for later steps, as the state was taken
 
     def adapt_kl_coef(self, kl: float, num_samples: int) -> None:
         """Move the coefficient, if it has a target, after a step whose mean KL to the reference was
@@ -88,6 +87,9 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON; taken between two steps."""
+        # What is finished while the state is taken is pending in it, and generated again.
+        if isinstance(self.sampler, RolloutQueue):
+            self.finished = self.sampler.finished_groups()
         plain = {name: getattr(self, name) for name in PLAIN}
         unlogged = dict(self.unlogged.cells)
         return plain | {"sampler": self.sampler.state_dict(), "unlogged": unlogged}
@@ -127,57 +129,21 @@ class RunState:
         self.load_state_dict(saved.state[RUN])
         if isinstance(self.sampler, RolloutQueue):
             self.sampler.load_groups(saved.path)
-        self.kept = self.state_dict()
+        self.opened.kept = self.state_dict()
         if not all(has_same_ranks):
             warn("another number of ranks goes on: the same prompts, other random numbers.")
 
-    def is_due(self, *, is_last: bool = False) -> bool:
-        """Return True if it is time to save: every `--save_steps` steps, and at the end what was
-        not saved yet.
-        """
-        if not self.opened.is_on or self.global_step == 0:
-            return False
-        if is_last:
-            return self.kept != self.state_dict()
-        return self.global_step % self.opened.config.save_steps == 0
+    def write(self, folder: Path) -> None:
+        """Write the states of all models, and finished samples that wait for later steps."""
+        for group in self.groups.values():
+            with self.phases.update(group):  # states that were moved away come back
+                group.call(TrainedWorker.save_states, str(folder))
+        if isinstance(self.sampler, RolloutQueue):
+            write_groups(folder, self.finished, self.sampler.sampling)
 
-    def save_last(self, save: Callable[[], bool]) -> str:
-        """Save a run that was asked to stop, between two steps, by calling `save`; return what
-        became of it and how to go on.
-        """
-        if self.global_step == 0:
-            return "no step is done, and nothing was saved"
-        is_saved = self.kept == self.state_dict()
-        outcome = self.opened.save_last(lambda: is_saved or save())
-        return f"step {self.global_step} is done, {outcome}"
-
-    def save(self) -> bool:
-        """Save now, between two steps; return True if it was saved.
-
-        Raises CheckpointError when it failed several times in a row.
-        """
-        # Finished samples that wait for later steps. What is finished while the state is taken is
-        # pending in it, and generated again.
-        queue = self.sampler if isinstance(self.sampler, RolloutQueue) else None
-        groups = [] if queue is None else queue.finished_groups()
-        content = self.state_dict()
-
-        def write(folder: Path) -> None:
-            for group in self.groups.values():
-                with self.phases.update(group):  # states that were moved away come back
-                    group.call(TrainedWorker.save_states, str(folder))
-            if queue is not None:
-                write_groups(folder, groups, queue.sampling)
-
-        with self.phases.training():
-            is_saved = self.opened.save(
-                self.global_step,
-                write=write,
-                export=lambda path: self.groups["actor"].call(PolicyModelActor.export, str(path)),
-                state={RUN: content},
-            )
-        self.kept = content if is_saved else self.kept
-        return is_saved
+    def export(self, path: Path) -> None:
+        """Write the policy as transformers reads it."""
+        self.groups["actor"].call(PolicyModelActor.export, str(path))
 
     def note_evaluation(self, name: str, found: Values) -> None:
         """Keep the first, the best and the last evaluation by a pass rate, and the model of the

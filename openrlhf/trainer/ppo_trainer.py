@@ -180,7 +180,9 @@ class PPOTrainer:
         for engine in self.engines:  # they may be at work, and are not needed any more
             engine.call(VLLMEngine.shutdown)
         self.phases.engines.clear()
-        outcome = self.state.save_last(self.save)
+        with self.phases.training():
+            folder, outcome = self.state.opened.save_last(self.state)
+        self.say_saved(folder)
         self.tracker.close()
         raise stopping.Interrupted(outcome)
 
@@ -275,17 +277,17 @@ class PPOTrainer:
 
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Save a checkpoint every `--save_steps`, and of the end."""
-        if self.state.is_due(is_last=is_last):
-            self.save()
+        if self.state.opened.is_due(self.state, is_last=is_last):
+            with self.phases.training():
+                folder = self.state.opened.save(self.state)
+            self.say_saved(folder)
             if self.phases.needs_weights:
                 self.broadcast_to_vllm()
 
-    def save(self) -> bool:
-        """Save a checkpoint; return True if it was saved."""
-        is_saved, step = self.state.save(), self.state.global_step
-        for callback in self.callbacks if is_saved else ():
-            callback.on_save(self, step, self.state.opened.store.kept(step)[-1])
-        return is_saved
+    def say_saved(self, folder: Path | None) -> None:
+        """Tell the callbacks of a checkpoint, if there is one."""
+        for callback in self.callbacks if folder else ():
+            callback.on_save(self, self.state.global_step, folder)
 
     def evaluate(self, global_step: int) -> None:
         """Log pass@n and pass@1 on the evaluation prompts; keep the best model."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,7 +156,8 @@ def test_a_run_may_keep_models_alone(tmp_path: Path) -> None:
     config = CheckpointConfig(path=str(tmp_path), save_hf=True, disable_ds=True, max_num=1)
     checkpoints = RunCheckpoints(config, DataFacts("x", 1))
     for step in (1, 2):
-        assert checkpoints.save(step, write=fill, export=fill, state={})
+        run = SimpleNamespace(global_step=step, state_dict=dict, write=fill, export=fill)
+        assert checkpoints.save(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2_hf"]
 
 

@@ -172,5 +172,5 @@ def test_supervised_training_saves_when_it_is_told_to_end(
         send = os.killpg if "deepspeed" in launcher else os.kill
         error = interrupt(process, signal.SIGTERM, send)
     step = saved_step(error, root)
-    state = json.loads((root / f"global_step{step}" / "state.json").read_text())
+    state = json.loads((root / f"global_step{step}" / "state.json").read_text())["run"]
     assert state["place"] == f"step {step}, epoch 1, {8 * step} samples into it"

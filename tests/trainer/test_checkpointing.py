@@ -52,7 +52,7 @@ def fail_to_save(options: dict, root: Path) -> dict:
     opened = open_checkpoints(config_of(root, save_steps=1), FACTS)
     trainer = make_trainer(options, root / "run", None, 1)
     checkpointer = Checkpointer(trainer, opened)
-    answers: list[object] = [checkpointer.save()]
+    answers: list[object] = [bool(opened.save(checkpointer))]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     save_states = trainer.engine.save_states
 
@@ -68,7 +68,7 @@ def fail_to_save(options: dict, root: Path) -> dict:
     trainer.global_step = 1
     for _ in range(3):
         try:
-            answers.append(checkpointer.save())
+            answers.append(bool(opened.save(checkpointer)))
         except CheckpointError as error:
             answers.append(str(error))
     latest = opened.store.latest()
@@ -171,7 +171,7 @@ def test_checkpoints_are_of_every_interval_and_the_end(worlds: dict, folder: Pat
     assert worlds[1][0]["zero0", "stopped"][1]["steps"] == [2, 4, 6]
     verify(folder / "zero2" / "stopped" / "ckpt" / "global_step4_hf")
     state = json.loads((folder / "zero2/stopped/ckpt/global_step4/state.json").read_text())
-    assert state["place"] == "step 4, epoch 2, 8 samples into it"
+    assert state["run"]["place"] == "step 4, epoch 2, 8 samples into it"
     assert state["data"] == asdict(FACTS)
 
 
@@ -198,7 +198,7 @@ def saved_state(root: Path) -> CheckpointConfig:
     config = config_of(root, load_enable=True, save_steps=2)
     opened = open_checkpoints(config, FACTS)
     opened.store.stage(4)
-    opened.store.commit(4, {"data": asdict(FACTS)})
+    opened.store.commit(4, {"run": {}, "data": asdict(FACTS)})
     return config
 
 
@@ -215,7 +215,7 @@ def test_a_run_does_not_go_on_from_the_checkpoint_of_another(tmp_path: Path) -> 
     store = open_checkpoints(config, FACTS).store
     first.mkdir()
     store.stage(4)
-    state = {"data": asdict(FACTS), "run_dir": str(first), "root": str(store.root)}
+    state = {"run": {}, "data": asdict(FACTS), "run_dir": str(first), "root": str(store.root)}
     store.commit(4, state)
     assert open_checkpoints(config, FACTS).resume_step == 4
     other = config.model_copy(update={"output_dir": str(second)})
