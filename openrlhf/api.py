@@ -169,7 +169,7 @@ class Rewarded(Method[RLConfigT]):
         return super()._given(config, settings)
 
     def _source(self, config: RLConfigT, reward: Reward | None) -> CallableReward | None:
-        """Return what calls the functions; None where the config names the source."""
+        """Return the source that calls the functions; None where the config names one."""
         if reward is None:
             return None
         batch_size = config.rollout.micro_batch_size

@@ -67,7 +67,7 @@ def exp_of_log_ratio(log_ratio_N: Tensor) -> Tensor:
 
 
 def max_logit_rows(device_type: str) -> int:
-    """Return how many fp32 rows of size V all blocks together take at most.
+    """Return the most fp32 rows of size V that all blocks together take.
 
     On a CPU more is not faster; a GPU waits for its host with each chunk, and adds to all of the
     weight's gradient (measured on an H100, V = 151,936: 512 rows take 1.4 times as long as 2,048).
@@ -120,7 +120,7 @@ class VocabShard:
     def merge(
         self, max_N: Tensor, total_N: Tensor, weighted_N: Tensor, chosen_N: Tensor
     ) -> list[Tensor]:
-        """Return what `_ChunkedLogprobs` knows of each token over the rows of all ranks."""
+        """Return maximum, sums and target of each token over the rows of all ranks."""
         own_max_N = max_N.clone()
         dist.all_reduce(max_N, op=dist.ReduceOp.MAX, group=self.group)
         shift_N = own_max_N - max_N

@@ -9,7 +9,7 @@ from openrlhf.config.serving import ReportConfig
 
 
 def load(config: ReportConfig) -> Callable[[], None]:
-    """Return what writes or serves the report."""
+    """Return the function that writes or serves the report."""
     paths = [Path(run).expanduser() for run in config.runs]
     if config.serve:
         from openrlhf.report.server import serve  # noqa: PLC0415 - --help needs no server

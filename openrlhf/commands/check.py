@@ -418,8 +418,8 @@ class Plan:
         return float(torch.cuda.get_device_properties(0).total_memory) if is_here else None
 
     def engine_bytes(self, config: PPOConfig, num_engines: int, have: float | None) -> float:
-        """Return what an engine takes of its GPU, or all engines of this machine's memory; 0 if
-        that is not known.
+        """Return the bytes that an engine takes of its GPU, or all engines of this machine's
+        memory; 0 if that is not known.
         """
         if self.has_gpus:
             return config.vllm.gpu_memory_utilization * (have or 0.0)

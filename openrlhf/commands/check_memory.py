@@ -81,13 +81,13 @@ class Share:
     host: float = 0.0
 
     def times(self, number: int) -> "Share":
-        """Return what several ranks take."""
+        """Return the share of several ranks."""
         return Share(
             *(number * value for value in (self.weights, self.states, self.work, self.host))
         )
 
     def in_words(self, model: Model) -> str:
-        """Return what a rank of a model takes as people read it."""
+        """Return the share of a rank of a model as people read it."""
         parts = {
             "weights": self.weights,
             "gradients and optimizer": self.states,
@@ -109,12 +109,12 @@ def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cu
 
 
 def facts_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> ModelFacts:
-    """Return what DeepSpeed's configuration depends on."""
+    """Return the facts that DeepSpeed's configuration depends on."""
     return ModelFacts(shape.dtype, shape.num_parameters, model.num_ranks // ds.tensor_parallel_size)
 
 
 def share_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> Share:
-    """Return what one rank of a model takes."""
+    """Return the share of one rank of a model."""
     size, facts = shape.dtype.itemsize, facts_of(shape, model, ds)
     num_copies, learnt = facts.num_copies, shape.num_trained / ds.tensor_parallel_size
     weights = shape.num_bytes(ds) / ds.tensor_parallel_size

@@ -272,7 +272,7 @@ def drained(
 
 
 def sampling_of(task: BatchTask) -> SamplingSettings:
-    """Return how every prompt is sampled."""
+    """Return the sampling settings of every prompt."""
     config, rollout = task.config, task.config.rollout
     return SamplingSettings(
         num_samples=rollout.best_of_n,

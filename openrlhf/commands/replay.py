@@ -245,7 +245,7 @@ def show_tokens(
 def token_columns(
     config: PPOConfig, experience: Experience, results: Mapping[str, list[UpdateResult]]
 ) -> dict[str, Tensor]:
-    """Return what is known of every sampled token, (N,) each: NaN in the columns of a loss where it
+    """Return the columns of every sampled token, (N,) each: NaN in the columns of a loss where it
     did not see the sample.
     """
     owned = experience.rewards.repeat_interleave(experience.num_actions)

@@ -52,8 +52,8 @@ INSTEAD_OF_VLLM = "--vllm_num_engines 0: then the policy generates itself"
 def prepare_inputs(
     config: PPOConfig, *, has_engines: bool, reward_source: RewardSource | None = None
 ) -> RunInputs:
-    """Return what `gather_inputs` does and make the run folder; raise ConfigError or DataError with
-    all problems.
+    """Return the result of `gather_inputs` and make the run folder; raise ConfigError or DataError
+    with all problems.
     """
     gathered = Gathered()
     inputs = gather_inputs(config, gathered, has_engines=has_engines, reward_source=reward_source)

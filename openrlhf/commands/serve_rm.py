@@ -192,7 +192,7 @@ class Batcher:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many rows no forward has taken yet."""
+        """Return the number of rows that no forward has taken yet."""
         return sum(not future.done() for _, future in self._waiting)
 
     async def score(self, rows: Sequence[Row]) -> list[float]:

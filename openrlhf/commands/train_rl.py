@@ -93,7 +93,9 @@ def run_ppo_local(
 
 
 def opener(*, on_ray: bool) -> OpenCluster:
-    """Return what opens the cluster of a run: on Ray, or in this process, which needs no Ray."""
+    """Return the context that opens the cluster of a run: on Ray, or in this process, which needs
+    no Ray.
+    """
     if not on_ray:
         return local_cluster
     from openrlhf.trainer.ray.cluster import ray_cluster  # noqa: PLC0415 - see above
@@ -265,7 +267,7 @@ def forwards_of(config: PPOConfig, groups: Groups, updates_per_rollout: int) -> 
 def rollouts_of(
     config: PPOConfig, inputs: RunInputs, cluster: Cluster, phases: DevicePhases
 ) -> Rollouts:
-    """Return what makes scored samples: engines and rewards, or agents that act through engines."""
+    """Return the maker of scored samples: engines and rewards, or agents that act through engines."""
     groups = cluster.groups
     samplers: Sequence[Sampler] = list(cluster.engines) or [
         BatchSampler(partial(groups["actor"].divide, PolicyModelActor.generate))

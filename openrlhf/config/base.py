@@ -255,7 +255,7 @@ class CommandConfig(Base):
         return self
 
     def unnamed(self) -> list[Option]:
-        """Return what must be named and is not."""
+        """Return the settings that must be named and are not."""
         leaves = (leaf for leaf in walk(type(self)) if leaf.needed)
         return [leaf for leaf in leaves if is_blank(value_at(self, leaf.path))]
 

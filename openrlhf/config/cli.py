@@ -116,7 +116,7 @@ def nearest(config_class: type[CommandConfig], name: str) -> list[str]:
 
 
 def instead_of(config_class: type[CommandConfig], name: str) -> str:
-    """Return what to type instead of an unknown name: TRL's by what this command has for it."""
+    """Return the remedy for an unknown name: TRL's by what this command has for it."""
     here = HERE.get(name, "").replace("`", "")
     flags = re.findall(r"--(\w+)", here)
     if here and (not flags or any(flag in flag_table(config_class) for flag in flags)):
@@ -167,7 +167,9 @@ class Reading(Generic[ConfigT]):
                 self.problems.append(f"{token} stands before any flag. Type --NAME before a value.")
 
     def _file(self, path: Path) -> Iterator[Setting]:
-        """Yield what a YAML file sets; its keys are the nested tree, dotted names or flat names."""
+        """Yield the settings of a YAML file; its keys are the nested tree, dotted names or flat
+        names.
+        """
         try:
             tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
             if not isinstance(tree, Mapping):
@@ -195,7 +197,7 @@ class Reading(Generic[ConfigT]):
         self._take(settings)
 
     def _settings(self, tree: Mapping[str, object], about: str = "") -> Iterator[Setting]:
-        """Yield what a tree of names and values sets; `about` says whose they are."""
+        """Yield the settings of a tree of names and values; `about` says whose they are."""
         for name, value in leaves(tree):
             words = [str(p) for p in value] if isinstance(value, list | tuple) else [str(value)]
             targets = flag_table(self.config_class).get(name, ())
@@ -383,12 +385,12 @@ def save_resolved(config: CommandConfig, path: Path) -> None:
 
 
 def read_resolved(path: Path) -> dict[str, Any]:
-    """Return what `save_resolved` wrote, by dotted path."""
+    """Return the settings that `save_resolved` wrote, by dotted path."""
     return dict(leaves(yaml.safe_load(path.read_text(encoding="utf-8"))))
 
 
 def settings_of(config: CommandConfig) -> dict[str, Any]:
-    """Return what a start from a checkpoint is compared with: dotted path -> value, as JSON has it.
+    """Return the settings that a resumed run is compared by: dotted path -> value, as JSON has it.
 
     `at_resume` beside a field says which. Data and seed are compared elsewhere, the ZeRO stage
     where shards are read.

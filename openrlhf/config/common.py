@@ -489,7 +489,7 @@ class RunConfig(CommandConfig):
             yield "ckpt.best_metric_key", "first"
 
     def problems(self) -> Iterator[str]:
-        """Add checkpoints that hold neither what training goes on from nor a model, and a best
+        """Report checkpoints that hold neither states to resume from nor a model, and a best
         model without evaluations.
         """
         yield from super().problems()

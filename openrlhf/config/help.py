@@ -128,7 +128,7 @@ def _asked(config_class: type[CommandConfig], words: Sequence[str]) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """Return what may stand after a flag: `INT`, `{a,b}`, `FLOAT FLOAT`, `none`."""
+    """Return the form of a flag's value: `INT`, `{a,b}`, `FLOAT FLOAT`, `none`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation is NoneType:
         return "none"

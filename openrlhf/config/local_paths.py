@@ -98,7 +98,7 @@ def names_in(opens: str, value: str) -> list[str]:
 
 
 def _problems(opens: str, name: str, typed: str) -> Iterator[str]:
-    """Yield what is wrong with one name and what to type instead; `typed` is the flag with it."""
+    """Yield the problem of one name, with a remedy; `typed` is the flag with it."""
     path = path_of(opens, name)
     if path is None:
         return
@@ -116,7 +116,7 @@ def _problems(opens: str, name: str, typed: str) -> Iterator[str]:
 
 
 def _output_problems(opens: str, name: str, typed: str) -> Iterator[str]:
-    """Yield why nothing could be written there; the config has expanded its `~`."""
+    """Yield the reason why nothing could be written there; the config has expanded its `~`."""
     path, remedy = Path(name), REMEDIES[opens]
     if opens == "output_file" and path.is_dir():
         yield f"{typed} is a folder. Type {remedy}."

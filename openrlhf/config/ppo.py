@@ -175,7 +175,7 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
         return [name for name in names if name]
 
     def problems(self) -> Iterator[str]:
-        """Add functions beside servers, and weights that do not match the models."""
+        """Report functions next to servers, and weights that do not match the models."""
         if self.functions and len(self.functions) != len(self._named):
             yield (
                 f"--remote_rm_url {self.remote_url} names functions and servers. Name functions "
@@ -492,7 +492,7 @@ class PPOConfig(RunConfig):
     logger: PPOLoggerConfig = logger_of("openrlhf_train_ppo", "ppo", PPOLoggerConfig)
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Add group size, placement, checkpointing of the critic and room for the prompt, and
+        """Report group size, placement, checkpointing of the critic and room for the prompt, and
         the bound of a divergence.
         """
         yield from super().derived()
@@ -587,7 +587,7 @@ class PPOConfig(RunConfig):
             yield ("critic", "reward")
 
     def problems(self) -> Iterator[str]:
-        """Add what is wrong with rewards, samples, lengths, placement and asynchronous training."""
+        """Report problems of rewards, samples, lengths, placement and asynchronous training."""
         yield from super().problems()
         yield from self._reward_problems()
         yield from self._sample_problems()
@@ -674,8 +674,8 @@ class PPOConfig(RunConfig):
             )
 
     def notices(self) -> Iterator[str]:
-        """Add the group size, a KL that does not do what it seems to, stale samples, and the rate
-        of an adapter.
+        """Report the group size, a KL that does not do what it seems to, stale samples, and the
+        rate of an adapter.
         """
         yield from super().notices()
         flag = "--actor_learning_rate"

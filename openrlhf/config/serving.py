@@ -133,7 +133,7 @@ class BatchInferenceConfig(CommandConfig):
     ds: DeepSpeedConfig = DeepSpeedConfig(zero_stage=0)
 
     def problems(self) -> Iterator[str]:
-        """Add what the task does not have, and responses or templates without a use."""
+        """Report settings that the task does not have, and responses or templates without a use."""
         yield from super().problems()
         task, count = f"--eval_task {self.eval_task}", self.rollout.best_of_n
         answers = self.eval_task in ("generate_vllm", "generate")
@@ -163,7 +163,7 @@ class LoraCombinerConfig(CommandConfig):
     ds: DeepSpeedConfig = DeepSpeedConfig()
 
     def problems(self) -> Iterator[str]:
-        """Add an output that would overwrite what it is made of."""
+        """Report an output path that equals an input path."""
         yield from super().problems()
         for name, path in (("model_path", self.model_path), ("lora_path", self.lora_path)):
             if path and self.output_path and path.rstrip("/") == self.output_path.rstrip("/"):
@@ -249,7 +249,7 @@ class ServeRewardConfig(CommandConfig):
     limits: ServerLimitsConfig = ServerLimitsConfig()
 
     def problems(self) -> Iterator[str]:
-        """Add weights that do not match the models."""
+        """Report weights that do not match the models."""
         yield from super().problems()
         yield from self.reward.problems()
 
@@ -310,7 +310,7 @@ class ReportConfig(CommandConfig):
     port: int = option(8008, "Port of --serve; 0: a free one, which is said.", ge=0, le=65535)
 
     def problems(self) -> Iterator[str]:
-        """Add what is missing, and a file that is not written."""
+        """Report a missing setting, and a file that is not written."""
         yield from super().problems()
         if not self.runs:
             yield "No run is named. Type openrlhf report RUN, a folder named by --save_path."

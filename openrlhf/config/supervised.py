@@ -108,13 +108,13 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
     ds: DeepSpeedConfig = DeepSpeedConfig()
 
     def problems(self) -> Iterator[str]:
-        """Add weights that cannot be trained as they are held, and losses without a gradient."""
+        """Report weights that cannot be trained as they are held, and losses without a gradient."""
         yield from super().problems()
         yield from self.ds.problems(self)
         yield from self.model.problems()
 
     def notices(self) -> Iterator[str]:
-        """Add the learning rate of an adapter."""
+        """Report a learning rate that is too low for an adapter."""
         yield from super().notices()
         yield from self.adapter_notices(self.ds.lora, "adam.lr", "--learning_rate")
 
@@ -141,7 +141,7 @@ class SFTConfig(SupervisedConfig):
     logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
 
     def problems(self) -> Iterator[str]:
-        """Add settings of dialogues that contradict each other."""
+        """Report settings of dialogues that contradict each other."""
         yield from super().problems()
         is_plain = self.model.pretrain_mode_enable
         has_template = is_plain and self.data.apply_chat_template
@@ -227,7 +227,7 @@ class DPOConfig(SupervisedConfig):
     logger: LoggerConfig = logger_of("openrlhf_train_dpo", "exp")
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Add the loss of --ipo, and label smoothing where a loss needs some."""
+        """Fill in the loss of --ipo, and label smoothing where a loss needs some."""
         yield from super().derived()
         if self.model.ipo_enable and not is_given(self, "model.loss_type"):
             yield "model.loss_type", "ipo"
@@ -241,7 +241,7 @@ class DPOConfig(SupervisedConfig):
         return self.model.loss_type not in REFERENCE_FREE_LOSSES
 
     def problems(self) -> Iterator[str]:
-        """Add a loss that is named twice, and label smoothing that does not fit the loss."""
+        """Report a loss that is named twice, and label smoothing that does not fit the loss."""
         yield from super().problems()
         value, loss_type = self.model.label_smoothing, self.model.loss_type
         smoothing, loss = f"--label_smoothing {value}", f"--loss_type {loss_type}"
@@ -287,13 +287,13 @@ class KTOConfig(SupervisedConfig):
     logger: LoggerConfig = logger_of("openrlhf_train_dpo", "rm")
 
     def problems(self) -> Iterator[str]:
-        """Add a batch that has no other prompt whose answer the reference point could take."""
+        """Report a batch that has no other prompt whose response the reference point could take."""
         yield from super().problems()
         if self.train.batch_size < 2:
             yield "--train_batch_size must be at least 2: 1. Type --train_batch_size 2."
 
     def notices(self) -> Iterator[str]:
-        """Add the name of a model that nobody typed."""
+        """Report a model that is not named."""
         yield from super().notices()
         if not is_given(self, "model.model_name_or_path"):
             yield f"--pretrain is not set: starting from {self.model.model_name_or_path}."
@@ -383,7 +383,7 @@ class KDConfig(SupervisedConfig):
     logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Add no language-model loss on own responses, their divergence, and room for the
+        """Fill in no language-model loss on own responses, their divergence, and room for the
         prompt.
         """
         yield from super().derived()
@@ -398,7 +398,7 @@ class KDConfig(SupervisedConfig):
             yield "kd.max_new_tokens", min(self.kd.max_new_tokens, room)
 
     def problems(self) -> Iterator[str]:
-        """Add text without prompts to respond to, and responses that leave no room for a prompt."""
+        """Report text without prompts to respond to, and responses that leave no room for a prompt."""
         yield from super().problems()
         is_plain, answers = self.model.pretrain_mode_enable, self.kd.on_policy_enable
         has_template = is_plain and self.data.apply_chat_template

@@ -96,7 +96,7 @@ def to_messages(
 
 @lru_cache(maxsize=4)
 def frame_of(encoder: TextEncoder) -> tuple[str, str, str]:
-    """Return what the tokenizer's chat template writes before a user's words, between them and the
+    """Return the text that the chat template writes before a user's words, between them and the
     assistant's, and behind these; nothing where it refuses to.
     """
     question: Message = {"role": "user", "content": "QUESTION"}
@@ -271,7 +271,7 @@ class Dialogue:
         return text, [found[k] for k, i in numbered if i in learnt and k >= 0]
 
     def span_of(self, index: int, text: str) -> Span:
-        """Return where a turn stands in the text of all, as rendering what is before it shows;
+        """Return the span of a turn in the text of all, as rendering what is before it shows;
         raise ConfigError where that is no beginning of the text.
         """
         before, _ = self.write(index, add_generation_prompt=True)

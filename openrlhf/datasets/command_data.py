@@ -132,13 +132,13 @@ def inference_data(config: BatchInferenceConfig) -> DataSet:
 
 
 def _answered_format(data: DatasetConfig, **more: Any) -> RowFormat:
-    """Return how the rows of --dataset are read."""
+    """Return the form of the rows of --dataset."""
     usual_output = None if is_given(data, "output_key") else data.output_key
     return _row_format(data, usual_output=usual_output, overlong=data.overlong_rows, **more)
 
 
 def _prompt_format(data: TextDataConfig, **more: Any) -> RowFormat:
-    """Return how rows become prompts."""
+    """Return the form of rows that become prompts."""
     return _row_format(data, max_len=data.prompt_max_len, overlong=data.overlong_prompts, **more)
 
 

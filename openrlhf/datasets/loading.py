@@ -256,7 +256,7 @@ def _load_local(path: Path, name: str, split: str) -> Parts:
 
 
 def _pick(by_split: Mapping[str, T], name: str, split: str) -> T:
-    """Return what is of a split, or of one that a usual other name such as `dev` stands for."""
+    """Return the files of a split, or of one that a usual other name such as `dev` stands for."""
     kinds = {word: str(kind) for kind, words in SPLIT_KEYWORDS.items() for word in words}
     for found in (split, kinds.get(split, split)):
         if found in by_split:
@@ -551,7 +551,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _csv_options(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Return how a CSV file is read: every cell as the text it is, an empty one as no value."""
+    """Return the options for a CSV file: every cell as the text it is, an empty one as no value."""
     with path.open("rb") as file:
         for place, _, line in _lines(path, file, problems):
             try:

@@ -51,7 +51,7 @@ class PromptCursor:
         return drawn.tolist()
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint keeps, as plain numbers."""
+        """Return the position that a checkpoint keeps, as plain numbers."""
         return {"episode": self.episode, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -156,8 +156,8 @@ class _Garden:
 
 @lru_cache(maxsize=8192)
 def writing_of(tokenizer: Tokenizer, template: str, shape: str) -> Writing:
-    """Return how the dialogues of a shape (of `planted`) are written by a chat template: in the
-    first form in which all that they say is there, as it is meant.
+    """Return the fields of the dialogues of a shape (of `planted`) that a chat template prints: in
+    the first form in which all that they say is there, as it is meant.
     """
     messages, found, tools, variables, is_prompt = json.loads(shape)
     fields = [Field(*field) for field in found]

@@ -165,11 +165,11 @@ class TokenizedDataset(ABC):
         return self._fact("num_tokens")
 
     def place(self, index: int) -> str:
-        """Return where the row of an example stands: `rows.jsonl: row 3`."""
+        """Return the file and row of an example: `rows.jsonl: row 3`."""
         return self.row_place(self.row_ids[index])
 
     def row_place(self, row_id: int) -> str:
-        """Return where a row stands, whether it became an example or not."""
+        """Return the file and number of a row, whether it became an example or not."""
         return row_place(self._rows, row_id)
 
     def sequences(self, index: int) -> list[tuple[Tensor, Tensor]]:
@@ -254,7 +254,7 @@ class TokenizedDataset(ABC):
         return is_chat
 
     def _words_of_chat(self, columns: Iterable[str | None]) -> str:
-        """Return what a notice says of columns that the chat template renders."""
+        """Return the notice about columns that the chat template renders."""
         is_dialogue = any(holds_dialogues(self._rows, name) for name in columns if name)
         return (
             "messages, with the chat template"
@@ -323,7 +323,7 @@ class TokenizedDataset(ABC):
         return found
 
     def _told(self, row: Row) -> dict[str, Any]:
-        """Return what a row tells the chat template beside messages."""
+        """Return the arguments of the chat template in a row, messages apart."""
         return {"tools": row.get("tools"), "variables": row.get("chat_template_kwargs")}
 
     def _is_rendered(self, row: Row, column: str) -> bool:
@@ -426,7 +426,7 @@ class TokenizedDataset(ABC):
         return torch.tensor([values[row] for row in self.row_ids], dtype=torch.int64)
 
     def _tokenised(self) -> Dataset:
-        """Return what becomes of every row; of the processes of a machine one makes it where it is
+        """Return the outcome of every row; of the processes of a machine one makes it where it is
         kept. Raise KeyboardInterrupt when it is interrupted, whatever the library makes of that.
         """
         rows, key = self._rows, self._cache_key()
@@ -468,7 +468,7 @@ class TokenizedDataset(ABC):
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
     def _tokenise(self, row: Row) -> dict[str, object]:
-        """Return what becomes of a row: the values of `_FEATURES`."""
+        """Return the outcome of a row: the values of `_FEATURES`."""
         form, num_spelled = self._format, self._encoder.num_spelled
         self._encoder.unread.clear()
         tokens: list[Tokens] = []

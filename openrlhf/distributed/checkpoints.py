@@ -77,7 +77,7 @@ class CheckpointStore:
         self.max_gib = max_gib
 
     def folders(self, step: int, *, prefix: str = "") -> tuple[Path, Path, Path]:
-        """Return where states, model and best model of a step are kept, whether they exist or not;
+        """Return the folders of states, model and best model of a step, whether they exist or not;
         folders of the prefix `TEMPORARY` count for nothing before they are sealed.
         """
         name = f"{prefix}global_step{step}"
@@ -268,7 +268,7 @@ class RunCheckpoints:
         return config.save_steps > 0 and (config.save_hf or not config.disable_ds)
 
     def find(self, step: int) -> Path | None:
-        """Return where a step is kept; None if this run does not use the checkpoint root."""
+        """Return the folder of a step; None if this run does not use the checkpoint root."""
         return self.store.find(step) if self.config.uses_root else None
 
     def is_done(self, run_dir: Path, *, is_at_end: bool) -> bool:
@@ -378,7 +378,7 @@ class RunCheckpoints:
         return folder, f"{done}, it was saved in {config.path}. {self._to_go_on()}"
 
     def how_to_go_on(self) -> str:
-        """Return what a run that ends outside of its loop has saved, and how to go on."""
+        """Return the last saved step of a run that ends outside of its loop, and how to go on."""
         is_used = self.config.save_steps > 0 or self.config.load_enable
         steps = [step for step in self.store.steps() if self.store.folders(step)[0].is_dir()]
         if not is_used or not steps:
@@ -519,7 +519,7 @@ def exporting_anyway(export: Callable[[], None], path: Path) -> Iterator[None]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return where every random generator of this process stands, as JSON."""
+    """Return the state of every random generator of this process, as JSON."""
     numpy_state = np.random.get_state(legacy=False)
     numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
     has_cuda = torch.cuda.is_available()

@@ -94,7 +94,7 @@ def init_process_group(topology: Topology, *, rank_timeout_s: float) -> torch.de
 
 
 def _world_store(topology: Topology, timeout: timedelta) -> dist.Store | None:
-    """Return where the ranks meet; None where a launcher has a store of its own."""
+    """Return the store of the ranks; None where a launcher has one of its own."""
     if topology.world_size == 1:  # in its own memory: no port to race for
         return dist.HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -167,7 +167,7 @@ def broadcast_object(thing: Thing) -> Thing:
 
 
 def together(work: Callable[[], Thing]) -> Thing:
-    """Return what this rank's work on files returns; raise CheckpointError on every rank if it
+    """Return the result of this rank's work on files; raise CheckpointError on every rank if it
     failed on any, so that all go on or none.
 
     torch reports a full disk as RuntimeError.

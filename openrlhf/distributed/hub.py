@@ -58,7 +58,7 @@ def run_push(config: PushConfig) -> None:
 
 
 def _attempt(request: Callable[[], object]) -> str:
-    """Return why a request failed; empty where it did not."""
+    """Return the reason why a request failed; empty where it did not."""
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
 
     try:

@@ -358,7 +358,7 @@ class Part(NamedTuple):
 
 
 def _content(engine: "DeepSpeedEngine", *, has_optimizer: bool) -> dict[str, dict[str, Any]]:
-    """Return what this rank optimizes, by the names of parameters; tensors are views."""
+    """Return the tensors that this rank optimizes, by the names of parameters, as views."""
     content = {}
     for part in _parts(engine):
         state = engine.basic_optimizer.state.get(part.flat, {}) if has_optimizer else {}
@@ -411,7 +411,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _parts(engine: "DeepSpeedEngine") -> Iterator[Part]:
-    """Yield what this rank optimizes."""
+    """Yield the parts of parameters that this rank optimizes."""
     stage, zero = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:  # a part of each parameter, the last ones padded
         names = {id(parameter): name for name, parameter in _trained(engine)}
@@ -463,7 +463,7 @@ def _place(engine: "DeepSpeedEngine") -> tuple[int, int]:
 
 
 def _facts_of(engine: "DeepSpeedEngine") -> dict[str, Any]:
-    """Return what a later `load_states` has to know beside tensors, as JSON."""
+    """Return the values that `load_states` needs beside tensors, as JSON."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     numbers = {} if scaler is None else vars(scaler)
     return {

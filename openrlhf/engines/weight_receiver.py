@@ -128,7 +128,7 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
             yield name, tensor
 
     def _absent(self) -> list[str]:
-        """Return what did not come: parameters that nothing was loaded into, and tensors of a
+        """Return the gaps of an update: parameters that nothing was loaded into, and tensors of a
         parameter that others came for.
         """
         is_tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))

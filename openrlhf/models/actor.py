@@ -45,7 +45,7 @@ class ChunkedHead(nn.Module):
         self.scale, self.softcap = logit_transform(config)
 
     def forward(self, read: Callable[..., tuple[Tensor, ...]], *args: object) -> tuple[Tensor, ...]:
-        """Return what `read` makes of the head, last hidden states and other arguments."""
+        """Return the result of `read` for the head, last hidden states and other arguments."""
         return read(self, *args)
 
 

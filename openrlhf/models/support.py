@@ -95,7 +95,7 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def padding_note(config: PretrainedConfig, path: str) -> str | None:
-    """Return what to say of the model at `path` if its rows are padded."""
+    """Return the notice about the model at `path` if its rows are padded."""
     model_class = causal_class(config)
     if model_class is None or (reason := why_padded(model_class, config)) is None:
         return None

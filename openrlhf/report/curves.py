@@ -135,8 +135,8 @@ def main_panels(panels: Sequence[Panel]) -> list[str]:
 
 
 def _places(name: str, patterns: Sequence[str]) -> list[tuple[int, bool]]:
-    """Return which patterns a metric fits, and whether it is of an evaluation: what is trained on
-    is drawn first.
+    """Return the patterns that a metric fits, and True if it is of an evaluation: what is trained
+    on is drawn first.
     """
     own = name.removeprefix("eval/")
     is_value = not name.endswith(STDERR)

@@ -68,7 +68,7 @@ def _add_legend(axis: Axes, names: Sequence[Line2D]) -> None:
 
 
 def _style(curve: Curve, marker: str) -> dict[str, Any]:
-    """Return how a line looks: an evaluation is dashed and has points."""
+    """Return the style of a line: an evaluation is dashed and has points."""
     shown = {"linestyle": "--", "marker": marker} if curve.is_evaluation else {"linestyle": "-"}
     return {**shown, "markersize": 3}
 

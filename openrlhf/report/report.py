@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0  # that the end of a run waits for its report
 
 
 def picture_path(output_path: Path) -> Path:
-    """Return where the curves of a report are drawn: another report beside it has its own. Raise
+    """Return the path of the curves of a report: each report has its own picture. Raise
     ConfigError for a page that would have the name of its picture.
     """
     if output_path.suffix == ".png":

@@ -51,8 +51,8 @@ class Run:
 
     @cached_property
     def hints(self) -> list[tuple[int, str]]:
-        """Return what was wrong, and at which step it began: the hints that the console showed, and
-        the metrics that were not finite.
+        """Return the problems of the run and the step of each: the hints that the console showed,
+        and the metrics that were not finite.
         """
         found, history = [], []
         for record in self.records:
@@ -68,8 +68,8 @@ class Run:
         return found
 
     def outcome(self) -> list[str]:
-        """Return what the console says is wrong at the end of a run, as far as it went: how many
-        steps taught nothing, and that the model got worse.
+        """Return the problems that the console reports at the end of a run, as far as it went: how
+        many steps taught nothing, and that the model got worse.
         """
         worse = (got_worse(self.records, name) for name in judged_metrics(self.records))
         told = (taught_nothing(self.records), reward_alone(self.records), *worse)
@@ -81,7 +81,7 @@ class Run:
         return list(found), list(found.values())
 
     def facts(self) -> dict[str, str]:
-        """Return what is known of the run as a whole, by title."""
+        """Return the facts of the run as a whole, by title."""
         facts = {"folder": str(self.path), "state": self._state()}
         if seconds := self.seconds():
             facts["time"] = format_seconds(max(seconds.values()))

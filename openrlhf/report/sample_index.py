@@ -129,7 +129,7 @@ class SampleIndex:
         return {"total": len(places), "rows": rows}
 
     def _places(self, sql: str, values: Sequence[object]) -> list[Any]:
-        """Return where the samples or groups of a query are, in its order; those of the last
+        """Return the places of the samples or groups of a query, in its order; those of the last
         queries are kept, so that a page turns without a search.
         """
         key = (sql, *values)

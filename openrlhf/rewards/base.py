@@ -117,7 +117,7 @@ class RewardSource:
         """Raise ConfigError where samples of rows with these columns cannot be scored."""
 
     async def shown(self, batch: RewardBatch) -> Shown:
-        """Return what functions are given of the first sample."""
+        """Return the arguments that functions get for the first sample."""
         return {}
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:

@@ -61,7 +61,7 @@ class Part:
 
     @property
     def source(self) -> str:
-        """Return where it is defined, and its own name."""
+        """Return the file that defines it, and its own name."""
         return f"{defined_at(self.file, self.function)}: {_name(self.function)}"
 
 
@@ -121,7 +121,7 @@ class UserFunctions:
             raise ConfigError(found)
 
     def shown(self, batch: RewardBatch) -> Shown:
-        """Return what each function is given of the first sample, shortened: its arguments that its
+        """Return the arguments of each function for the first sample, shortened: those that its
         code reads, and the others together.
         """
         one = Repr()
@@ -367,7 +367,7 @@ def _of_rows(
 
 
 def _unknown(part: Part, batch: RewardBatch) -> str:
-    """Return what is wrong with the arguments of a function; empty if it can be called."""
+    """Return the problem of the arguments of a function; empty if it can be called."""
     signature = inspect.signature(part.function)
     known = _arguments(part.function, batch)
     parameters = signature.parameters.values()

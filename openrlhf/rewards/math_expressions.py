@@ -175,7 +175,9 @@ def _like(text: str, other: str) -> str:
 
 
 def _claims(text: str, other: str) -> Sequence[str]:
-    """Return what a chain says: its last member, and one before `\\approx`; none if it is false."""
+    """Return the values of a chain: its last member, and one before `\\approx`; none if it is
+    false.
+    """
     if IMPLIES.search(text):
         return []
     parts = [re.sub(r"^\{([^{}]*)\}$", r"\1", part.strip()) for part in CHAIN.split(text)]

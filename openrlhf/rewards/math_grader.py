@@ -196,7 +196,9 @@ def _same_words(given: str, truth: str) -> bool:
 
 
 def _phrases(text: str, is_boxed: bool) -> Iterator[str]:
-    """Yield what a text may say: all of it and, outside a box, what follows its last verb."""
+    """Yield the candidate answers of a text: all of it and, outside a box, what follows its last
+    verb.
+    """
     yield text
     if is_boxed:
         return

@@ -34,7 +34,7 @@ def has_tags_in_order(
 
 
 def tag_content(text: str, tag: str) -> str | None:
-    """Return what stands in the last `<tag>...</tag>`; None without one."""
+    """Return the text in the last `<tag>...</tag>`; None without one."""
     found = re.findall(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
     return found[-1].strip() if found else None
 

@@ -179,7 +179,7 @@ class GroupStream:
         return metrics
 
     def timings(self) -> Metrics:
-        """Return how long generation took, and how much longer the rewards."""
+        """Return the seconds that generation took, and those that rewards took beyond it."""
         metrics, end = Metrics(), time.monotonic()
         acted_at = max(self._rollouts.acted_at, self._opened_at)
         metrics.add("timing/generation", acted_at - self._opened_at, reduction="sum")

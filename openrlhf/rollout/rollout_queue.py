@@ -129,7 +129,7 @@ class RolloutQueue:
 
     @on_loop
     async def state_dict(self) -> dict[str, Any]:
-        """Return how far the prompts are drawn and what became of them, as JSON; what
+        """Return the position in the prompts and their ledger, as JSON; what
         `finished_groups` gave before is pending in it.
         """
         return self.sampler.state_dict()
@@ -156,7 +156,7 @@ class RolloutQueue:
 
     @on_loop
     async def take_failed(self) -> dict[int, str]:
-        """Return why prompts failed since the last call, by row."""
+        """Return the reasons of prompts that failed since the last call, by row."""
         failed, self._failed = self._failed, {}
         return failed
 
@@ -205,7 +205,7 @@ class RolloutQueue:
                 quiet_s *= 2
 
     def _progress(self) -> str:
-        """Return where the samples are that somebody waits for."""
+        """Return the state of the samples that are waited for."""
         core, num_unscored = self._core, self.rollouts.scorer.num_unscored
         return (
             f"{len(core.ready)} of the {self.limits.batch_size} prompts of a step are finished, "
@@ -265,7 +265,7 @@ def write_groups(folder: Path, groups: Sequence[Kept], sampling: SamplingSetting
 
 
 def read_groups(folder: Path, prompts: PromptDataset, sampling: SamplingSettings) -> list[Kept]:
-    """Return what `write_groups` wrote; nothing where samples are made in another way now."""
+    """Return the groups that `write_groups` wrote; none where samples are made in another way now."""
     path = folder / GROUPS
     written, kept = torch.load(path, weights_only=True) if path.exists() else (None, [])
     groups = []

@@ -123,7 +123,7 @@ class StepSampler:
         assert not self.ledger.pending, f"prompts {self.ledger.pending} were never trained on"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far prompts are drawn and what became of them, as JSON; between two steps."""
+        """Return the position in the prompts and their ledger, as JSON; between two steps."""
         return {"cursor": self.cursor.state_dict(), "ledger": self.ledger.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ class StepSampler:
             stream.submit(prompts, tag=f"{tag}.{num_episodes}" if num_episodes else tag)
 
     def outcome_of(self, group: FinishedGroup, metrics: Metrics) -> str | None:
-        """Return why a group is not trained on; None if it is.
+        """Return the reason why a group is not trained on; None if it is.
 
         Raises RewardError when too many groups of a step have failed, or many batches in a row have
         none that teaches.

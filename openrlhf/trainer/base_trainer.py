@@ -61,7 +61,7 @@ class SampleSet(Protocol[SampleT_co]):
     def __getitem__(self, index: int) -> SampleT_co: ...
 
     def place(self, index: int) -> str:
-        """Return where the row of a sample stands: `rows.jsonl: row 3`."""
+        """Return the file and row of a sample: `rows.jsonl: row 3`."""
 
 
 # What a batch is read from, by row: a set, or the samples of the batch alone.
@@ -150,7 +150,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     @abstractmethod
     def counts(self, batch: BatchT) -> dict[str, float]:
-        """Return what a batch adds to each denominator of the loss: `{"num_tokens": 17}`."""
+        """Return the share of a batch in each denominator of the loss: `{"num_tokens": 17}`."""
 
     @abstractmethod
     def collate(self, samples: Sequence[SampleT]) -> BatchT:

@@ -50,7 +50,7 @@ def distill(
     coef: float,
     kind: str,
 ) -> tuple[Tensor, ...]:
-    """Return what `chunked_distillation` does.
+    """Return the loss of `chunked_distillation`.
 
     Models of one family pad their vocabularies to different widths; logits that only one of
     them has stand for no token and are left out.

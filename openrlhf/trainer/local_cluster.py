@@ -50,7 +50,7 @@ def local_cluster(
 
 
 def local_demands(config: PPOConfig, roles: Iterable[str]) -> list[RoleDemand]:
-    """Return what the roles of a run in this process need, and its engine."""
+    """Return the demands of all roles of a run in this process, and of its engine."""
     engines = ["vllm"] * (config.vllm.num_engines or 0)
     return [RoleDemand(role, 1, "this process") for role in [*roles, *engines]]
 

@@ -142,7 +142,7 @@ class PPOTrainer:
         say_outcome(self.inputs.pass_rate, found, steps, where=self.place_of)
 
     def place_of(self, step: int) -> object:
-        """Return where the policy of a step is, as far as it was kept."""
+        """Return the folder of the policy of a step, or words that say it was not kept."""
         state = self.state
         if step == state.global_step:
             return self.inputs.run_dir
@@ -253,7 +253,7 @@ class PPOTrainer:
         return experience, metrics
 
     def dump_of(self, rollouts: Sequence[Rollout], global_step: int) -> StepDump:
-        """Return what keeps a step for a replay, if it is chosen or fails."""
+        """Return the context that keeps a step for a replay, if it is chosen or fails."""
         state = self.state
         return StepDump(
             self.inputs.run_dir / DUMPS / f"step_{global_step:06d}",

@@ -152,7 +152,7 @@ class ReferencedTrainer(BaseTrainer[SampleT, PreferenceBatch]):
         return [found[row] for row in rows]
 
     def summarise(self, values: dict[str, float]) -> dict[str, float]:
-        """Return how much better wanted responses are rewarded than unwanted ones."""
+        """Return the mean reward of wanted responses above that of unwanted ones."""
         if not {"chosen_reward", "reject_reward"} <= values.keys():
             return {}
         return {"reward_margin": values["chosen_reward"] - values["reject_reward"]}

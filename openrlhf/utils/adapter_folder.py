@@ -49,13 +49,13 @@ def refuse_adapter(path: str | os.PathLike[str], flag: str) -> None:
 
 
 def merge_command(path: str | os.PathLike[str], base: str) -> str:
-    """Return what to type to make a model of an adapter."""
+    """Return the command that makes a model of an adapter."""
     kind = " --is_rm" if is_reward_adapter(path) else ""
     return f"openrlhf merge-lora --model_path {base} --lora_path {path} --output_path FOLDER{kind}"
 
 
 def read_adapter_config(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return what the folder says of its adapter; None if there is none."""
+    """Return the adapter's config in the folder; None if there is none."""
     file = Path(path).expanduser() / ADAPTER_CONFIG
     if not file.is_file():
         return None

@@ -247,7 +247,7 @@ async def make_instance(instance_cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float | None) -> Any:
-    """Return what user code returns; plain functions run in a thread.
+    """Return the result of user code; plain functions run in a thread.
 
     Raises AgentError after `timeout_s` seconds; code that cannot be stopped is left behind.
     """
@@ -269,7 +269,7 @@ async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float |
 
 
 def dict_of(answer: Any) -> Mapping[str, Any]:
-    """Return what `step` returned; raises BadAnswerError where that is no dict."""
+    """Return the result of `step`; raise BadAnswerError where it is no dict."""
     if not isinstance(answer, Mapping):
         raise BadAnswerError(f"step answered a {type(answer).__name__}, not a dict")
     return answer
@@ -298,7 +298,7 @@ def as_number(value: Any, name: str) -> float:
 
 
 def _only_element(value: Any) -> Any:
-    """Return what a tensor or array of one element holds, and anything else as it is."""
+    """Return the number in a tensor or array of one element, and anything else as it is."""
     shape = getattr(value, "shape", None)
     has_one = shape is not None and math.prod(shape) == 1
     return value.reshape(-1)[0].item() if has_one else value

@@ -66,7 +66,9 @@ class RowSlice:
         return torch.cat([torch.arange(part.start, part.stop) for part in self.chunks])
 
     def find(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which of these row positions are in the slice, (n,), and where in it, (n,)."""
+        """Return the indices of those row positions that are in the slice, (n,), and their places
+        in it, (n,).
+        """
         chunks_N, offsets_N = positions_N // self.chunk_size, positions_N % self.chunk_size
         first, second = (part.start // self.chunk_size for part in self.chunks)
         here_n = ((chunks_N == first) | (chunks_N == second)).nonzero().squeeze(-1)

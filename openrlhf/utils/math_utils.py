@@ -58,8 +58,8 @@ PLAIN = [
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    """Return what the last \\boxed{...} of a text holds, with balanced braces; None without one,
-    or if it is cut off.
+    """Return the content of the last \\boxed{...} of a text, with balanced braces; None without
+    one, or if it is cut off.
 
     A box in a box is part of the outer one.
     """

@@ -55,7 +55,7 @@ def say_outcome(
 
 
 def stopped_early(evaluations: Sequence[Values], name: str) -> str:
-    """Return why a run ends before its last step."""
+    """Return the reason why a run ends before its last step."""
     best = noteworthy(evaluations, name)[1]
     return (
         f"early stop: {num_since_best(evaluations, name)} evaluation(s) in a row were not better "
@@ -64,8 +64,8 @@ def stopped_early(evaluations: Sequence[Values], name: str) -> str:
 
 
 def got_worse(evaluations: Sequence[Values], name: str) -> str:
-    """Return how the last evaluation is worse than the best by a metric; empty if it is not, or by
-    no more than chance explains.
+    """Return words for a last evaluation that is worse than the best by a metric; empty if it is
+    not, or by no more than chance explains.
     """
     _, best, last = noteworthy(evaluations, name)
     if not has_fallen(best, last, name):
@@ -89,7 +89,9 @@ def judged_metrics(records: Sequence[Values]) -> list[str]:
 
 
 def taught_nothing(records: Sequence[Values]) -> str:
-    """Return how many logged steps had equal rewards within every prompt; empty if none had."""
+    """Return words for the logged steps that had equal rewards within every prompt; empty if none
+    had.
+    """
     spreads = [values["group_reward_std"] for values in known(records, "group_reward_std")]
     count = sum(spread < SAME_REWARD for spread in spreads)
     if not count:
@@ -101,8 +103,9 @@ def taught_nothing(records: Sequence[Values]) -> str:
 
 
 def reward_alone(records: Sequence[Values]) -> str:
-    """Return how the reward of the logged steps rose while the score, which is not trained on, did
-    not: the last third of them against the first, by more than chance. Empty if that is not so.
+    """Return words for a reward that rose over the logged steps while the score, which is not
+    trained on, did not: the last third of them against the first, by more than chance. Empty if
+    that is not so.
     """
     steps = known(known(records, "reward"), "score")
     size = len(steps) // 3
@@ -160,7 +163,7 @@ def noteworthy(evaluations: Sequence[Values], name: str) -> list[Values]:
 
 
 def num_since_best(evaluations: Sequence[Values], name: str) -> int:
-    """Return how many evaluations by a metric there were after the best one; -1 without any."""
+    """Return the number of evaluations by a metric after the best one; -1 without any."""
     found = known(evaluations, name)
     return len(found) - 1 - found.index(noteworthy(found, name)[1]) if found else -1
 

@@ -99,7 +99,7 @@ def is_padded(model: Any) -> bool:
 
 
 def why_padded(model_class: "type[PreTrainedModel]", config: "PretrainedConfig") -> str | None:
-    """Return what keeps a family from packed rows; None if nothing does."""
+    """Return the reason why a family cannot read packed rows; None if it can."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
     if model_class._is_stateful or kinds:

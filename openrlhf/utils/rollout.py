@@ -30,7 +30,7 @@ class PromptRecord:
 
     @property
     def of_samples(self) -> dict[str, Any]:
-        """Return what all samples of the prompt share, by the names of `Rollout`."""
+        """Return the fields that all samples of the prompt share, by the names of `Rollout`."""
         return {
             "row_id": self.row_id,
             "label": self.label,

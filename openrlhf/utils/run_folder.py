@@ -43,7 +43,7 @@ def note_error(run_dir: Path, error: BaseException) -> None:
 
 
 def read_ending(run_dir: Path) -> dict[str, Any] | None:
-    """Return how a run ended, or None if it goes on, was killed, or is none."""
+    """Return the end of a run, or None if it goes on, was killed, or is none."""
     try:
         return json.loads((run_dir / ENDED_FILE).read_text())
     except (OSError, ValueError):

@@ -112,7 +112,7 @@ MAX_LOSS_RISE = 2.0  # by its start
 
 
 def _red_flags(metrics: Values, history: Sequence[Values], *, example: str) -> dict[str, str]:
-    """Return what is wrong at a step, by the metric that shows it."""
+    """Return the problems of a step, by the metric that shows each."""
     found = _rate_flags(metrics, history)
     if metrics.get("group_reward_std", 1.0) < SAME_REWARD and "rate" not in found:
         found["group_reward_std"] = (
@@ -143,8 +143,8 @@ def _red_flags(metrics: Values, history: Sequence[Values], *, example: str) -> d
 
 
 def _rate_flags(metrics: Values, history: Sequence[Values]) -> dict[str, str]:
-    """Return what size and effect of the updates say of the learning rate: far too high under
-    "rate", too small to change anything under "no_rate".
+    """Return the problems of the learning rate, by size and effect of the updates: far too high
+    under "rate", too small to change anything under "no_rate".
     """
     model = "actor_" if "actor_lr" in metrics else ""
     rate, flag = metrics.get(f"{model}lr"), f"--{model}learning_rate"
@@ -166,7 +166,7 @@ def _rate_flags(metrics: Values, history: Sequence[Values]) -> dict[str, str]:
 
 
 def _signs_of_high_rate(metrics: Values, history: Sequence[Values], ratio: float) -> str:
-    """Return what shows that the learning rate is far too high; empty if nothing does."""
+    """Return the sign that the learning rate is far too high; empty if there is none."""
     if ratio > MAX_UPDATE_RATIO:
         return f"an update changes the weights by {ratio:.0%} of their size"
     start, last = history[:NUM_START_STEPS], history[-1] if history else {}

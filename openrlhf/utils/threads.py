@@ -77,8 +77,8 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return what work on the loop returns, for another thread that waits; where that thread is
-        interrupted, the work is cancelled.
+        """Return the result of work on the loop, for another thread that waits; where that thread
+        is interrupted, the work is cancelled.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
@@ -87,7 +87,7 @@ class LoopThread:
             future.cancel()
 
     async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Return what a function returns that holds this thread meanwhile; for any other loop."""
+        """Return the result of a function that holds this thread meanwhile; for any other loop."""
 
         async def work() -> Result:
             _busy.add(self._thread)

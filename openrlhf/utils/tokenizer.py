@@ -376,9 +376,9 @@ class TextEncoder:
         return self._stand_in_pattern.sub(lambda match: self._originals[match[0]], text)
 
     def end_of_turn(self, text: str, start: int, end: int) -> int:
-        """Return where inference would stop in a turn (start, end) of a rendered text: behind its
-        first end token, which may stand right behind the turn. White space behind another special
-        token that the template closes the turn with is left out too.
+        """Return the place where inference would stop in a turn (start, end) of a rendered text:
+        behind its first end token, which may stand right behind the turn. White space behind
+        another special token that the template closes the turn with is left out too.
         """
         pattern = self._end_pattern
         if found := pattern.search(text, start, end) or pattern.match(text, end):

@@ -86,7 +86,7 @@ class Experience(Batch):
 
     @cached_property
     def _offsets(self) -> dict[str, list[int]]:
-        """Return where samples begin along the ragged axes, B + 1 numbers each."""
+        """Return the offsets of samples along the ragged axes, B + 1 numbers each."""
         return {"token": offsets_of(self.seq_lengths), "action": offsets_of(self.num_actions)}
 
     def select(self, indices: Sequence[int]) -> "Experience":
@@ -173,7 +173,7 @@ AXES = {column.name: column.metadata["axis"] for column in fields(Experience)}
 
 
 def offsets_of(sizes: Tensor) -> list[int]:
-    """Return where pieces of these sizes begin when laid end to end, and the end of the last."""
+    """Return the offsets of pieces of these sizes laid end to end, and the end of the last."""
     return list(accumulate(sizes.tolist(), initial=0))
 
 

@@ -194,7 +194,7 @@ class RankActor:
         return self.worker.run(method, *args)
 
     def health(self) -> Health:
-        """Return how far the rank is; may be called while it works."""
+        """Return the progress of the rank; may be called while it works."""
         return self.worker.health()  # type: ignore[no-any-return]
 
 

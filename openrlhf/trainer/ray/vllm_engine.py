@@ -32,7 +32,7 @@ class LLMRayActor(VLLMEngine):
         return node_address()
 
     def health(self) -> Health:
-        """Return how far the engine is; a step is a forward pass."""
+        """Return the progress of the engine; a step is a forward pass."""
         work = "generating" if self.is_busy else None
         return Health(work, self.num_steps, None, os.getpid())
 

@@ -96,7 +96,7 @@ class ModelWorker:
         raise NotImplementedError
 
     def health(self) -> Health:
-        """Return how far this rank is; may be called while it works."""
+        """Return the progress of this rank; may be called while it works."""
         return Health(self.work, *self.done_of, os.getpid())
 
     @contextmanager

@@ -39,7 +39,7 @@ AVERAGE = "average.pt"  # of the weights, in a checkpoint
 
 
 def correction_of(config: AdvantageConfig) -> Correction | None:
-    """Return how samples of another policy are corrected; None: not at all."""
+    """Return the correction for samples of another policy; None: there is none."""
     if not config.is_corrected:
         return None
     return Correction(

@@ -30,8 +30,8 @@ NUM_BUFFERS = 2  # one is filled while the other one is read
 def weight_route(
     config: PPOConfig, device: torch.device, *, num_engines: int, num_ranks: int
 ) -> tuple[Way, torch.device]:
-    """Return how weights travel to engines in other processes, and where buckets lie: the fastest
-    way that works.
+    """Return the transport of weights to engines in other processes, and the device of buckets: the
+    fastest way that works.
 
     Two ranks of an NCCL group cannot share a GPU, so an engine that shares one with a rank of
     another place receives gloo's broadcast.
@@ -192,7 +192,7 @@ class WeightTransport:
 
 
 def all_results(calls: Sequence[Future[Result]]) -> list[Result]:
-    """Return what the calls return, or raise the first error at once: peers of a failed call may
+    """Return the results of the calls, or raise the first error at once: peers of a failed call may
     hang.
     """
     done, _ = wait(calls, return_when=FIRST_EXCEPTION)
