@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from openrlhf.cli.runner import start_problems
 from openrlhf.config.cli import ConfigT, flag_table, parse_config, read_config
 from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.local_paths import path_notices
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import (
@@ -42,7 +43,7 @@ from openrlhf.utils.tracker import read_metrics
 
 GIVEN = ("data", "model", "models", "runs")  # what a setting opens that may be an object
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
-RLConfigT = TypeVar("RLConfigT", bound=PPOConfig)
+RLConfigT = TypeVar("RLConfigT", bound=GenerationRunConfig)
 
 if TYPE_CHECKING:
     from openrlhf.commands.evaluate import Evaluation

@@ -8,16 +8,17 @@ memory and disk, two rows as the model reads them, and two through the reward.
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
 
-from openrlhf.commands import train_supervised
+from openrlhf.commands import evaluate, train_rl, train_supervised
 from openrlhf.commands.check_memory import (
     PROCESS,
     Model,
@@ -30,18 +31,12 @@ from openrlhf.commands.check_memory import (
     share_of,
 )
 from openrlhf.commands.check_rows import say_rows, try_rewards
-from openrlhf.commands.evaluate import evaluated_runs
-from openrlhf.commands.rl_inputs import (
-    RunInputs,
-    check_runs_without_ray,
-    gather_inputs,
-    named_models,
-)
-from openrlhf.commands.train_rl import banner_sections, worker_classes
+from openrlhf.commands.rl_inputs import RunInputs, check_runs_without_ray, gather_inputs
 from openrlhf.commands.train_supervised import Recipe
 from openrlhf.config.base import UNNAMED, with_value
-from openrlhf.config.common import RunConfig
+from openrlhf.config.common import RunConfig, TrainConfig, TrainedModelConfig, TrainingRunConfig
 from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.config.generation import FrozenConfig, GenerationRunConfig
 from openrlhf.config.local_paths import OUTPUTS, named_things
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, RMConfig, SupervisedConfig
@@ -58,12 +53,10 @@ from openrlhf.models.support import check_here
 from openrlhf.trainer.base_trainer import Inputs
 from openrlhf.trainer.local_cluster import MAX_NUM_SEQS, Cluster, local_demands
 from openrlhf.trainer.ppo_utils.demands import (
-    TRAINED_ROLES,
     ClusterView,
     RoleDemand,
     check_demand,
     demand_table,
-    reward_roles,
     role_demands,
 )
 from openrlhf.utils.console import notice, print_banner, warn
@@ -124,7 +117,7 @@ def check_ppo_ray(config: PPOConfig, said: Sequence[str]) -> None:
     machine.
     """
     with gathering(config, said) as gathered:
-        _check_rl(config, gathered, on_ray=True)
+        _check_ppo(config, gathered, on_ray=True)
 
 
 def check_ppo_local(config: PPOConfig, said: Sequence[str]) -> None:
@@ -132,62 +125,81 @@ def check_ppo_local(config: PPOConfig, said: Sequence[str]) -> None:
     with gathering(config, said) as gathered:
         with gathered:
             check_runs_without_ray(config)
-        _check_rl(config, gathered, on_ray=False)
+        _check_ppo(config, gathered, on_ray=False)
+
+
+def _check_ppo(config: PPOConfig, gathered: Gathered, *, on_ray: bool) -> None:
+    engines = config.vllm.num_engines
+    gather = partial(gather_inputs, has_engines=engines != 0 if on_ray else bool(engines))
+    classes = train_rl.worker_classes(config)
+    _check_rl(config, gathered, gather, classes, _say_training, on_ray=on_ray)
 
 
 def check_evaluation(config: EvaluateConfig, said: Sequence[str]) -> None:
     """Check the evaluation of every model that is named, as `check_supervised` does."""
     with gathering(config, said) as gathered:
-        for run in evaluated_runs(config, gathered):
-            _check_rl(run, gathered, on_ray=run.is_on_ray)
+        for run in evaluate.evaluated_runs(config, gathered):
+            gather, classes = evaluate.gather_inputs, evaluate.worker_classes(run)
+            _check_rl(run, gathered, gather, classes, _say_evaluation, on_ray=run.is_on_ray)
 
 
-def _check_rl(config: PPOConfig, gathered: Gathered, *, on_ray: bool) -> None:
-    view, demands = None, local_demands(config, worker_classes(config))
+def _check_rl(
+    config: GenerationRunConfig,
+    gathered: Gathered,
+    gather: Callable[[Any, Gathered], RunInputs | None],
+    classes: Mapping[str, type],
+    say: Callable[["Plan", RunInputs, ClusterView | None], None],
+    *,
+    on_ray: bool,
+) -> None:
+    view, demands = None, local_demands(config, classes)
     if on_ray:
         demands = []
         with gathered:
             view = _view_of_run()
-            demands = _placed(config, view)
+            demands = role_demands(config, view)
+            check_demand(demands, view)
     has_gpus = torch.cuda.is_available() if view is None else view.has_gpus
     is_cuda = None if view is None else has_gpus or None
     with gathered:
         check_here(config.ds, trains=config.trains, is_cuda=is_cuda)
-    engines = config.vllm.num_engines
-    has_engines = engines != 0 if on_ray else bool(engines)
     with tempfile.TemporaryDirectory() as folder:  # for what the reward function prints
         trial = with_value(config, "ckpt.output_dir", folder)
         trial = with_value(trial, "reward.timeout_s", min(config.reward.timeout_s, REWARD_S))
-        inputs = gather_inputs(trial, gathered, has_engines=has_engines)
+        inputs = gather(trial, gathered)
         source = inputs and inputs.reward_source
         with closing(source) if source else nullcontext():
             if inputs is not None:
-                say_padded(config, named_models(config))
-                _check_saved(config, inputs.prompts, gathered)
+                say_padded(config, config.named_models)
             models = _rl_models(config, inputs, demands)
             plan = Plan(config, models, gathered, has_gpus=has_gpus, demands=demands)
-            if inputs is not None and demands:
-                _say_run(plan, config, inputs, view)
+            if inputs is not None:
+                say(plan, inputs, view)
+                if view is not None and view.has_gpus and demands:
+                    notice(f"placement\n{demand_table(demands, view)}")
             plan.check()
             for data in (inputs.prompts, inputs.eval_prompts, inputs.texts) if inputs else ():
                 if data is not None:
                     say_rows(data, inputs.tokenizer)
             if inputs is not None:
-                has_room = plan.has_room_for(reward_roles(config))
+                has_room = plan.has_room_for(config.reward_roles)
                 try_rewards(config, inputs, gathered, has_room=has_room)
 
 
-def _say_run(plan: "Plan", config: PPOConfig, inputs: RunInputs, view: ClusterView | None) -> None:
-    """Say what would be trained or evaluated, and where."""
-    num_prompts, num_samples = len(inputs.prompts), inputs.sampling.num_samples
-    if not config.trains:
-        notice(f"\n{config.policy_path}: {num_prompts} prompts x {num_samples} samples")
-    elif (policy := plan.shapes.get("actor")) is not None:
+def _say_training(plan: "Plan", inputs: RunInputs, view: ClusterView | None) -> None:
+    """Say what would be trained and where; note what forbids to go on from a checkpoint."""
+    _check_saved(plan.config, inputs.prompts, plan.gathered)
+    policy = plan.shapes.get("actor")
+    if policy is not None and plan.demands:
         cluster = Cluster(plan.demands, view, policy.dtype, {}, ())
         sizes = {role: shape.num_parameters for role, shape in plan.shapes.items()}
-        print_banner(banner_sections(config, inputs, cluster, sizes))
-    if view is not None and view.has_gpus:
-        notice(f"placement\n{demand_table(plan.demands, view)}")
+        print_banner(train_rl.banner_sections(plan.config, inputs, cluster, sizes))
+
+
+def _say_evaluation(plan: "Plan", inputs: RunInputs, _: ClusterView | None) -> None:
+    """Say what would be evaluated."""
+    num_prompts, num_samples = len(inputs.prompts), inputs.sampling.num_samples
+    notice(f"\n{plan.config.policy_path}: {num_prompts} prompts x {num_samples} samples")
 
 
 @contextmanager
@@ -197,9 +209,7 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
     """
     gathered = Gathered()
     gathered.problems += said
-    places = {"--save_path": config.ckpt.output_dir}
-    places |= {"--ckpt_path": config.ckpt.path} if config.ckpt.uses_root else {}
-    for flag, place in places.items():
+    for flag, place in config.ckpt.folders.items():
         if os.path.isdir(place) and os.access(place, os.W_OK):
             with gathered:
                 _check_is_free(Path(place), flag)
@@ -223,7 +233,7 @@ def _check_is_free(folder: Path, flag: str) -> None:
         pass
 
 
-def _check_saved(config: RunConfig, samples: Any, gathered: Gathered) -> None:
+def _check_saved(config: TrainingRunConfig, samples: Any, gathered: Gathered) -> None:
     """Note what forbids to go on from the checkpoint that is there."""
     facts = DataFacts(samples.fingerprint, len(samples))
     with gathered:
@@ -243,12 +253,6 @@ def _view_of_run() -> ClusterView:
             return view_cluster()
     num_gpus = len(visible_gpus())
     return ClusterView(num_gpus, os.cpu_count() or 1, num_gpus)
-
-
-def _placed(config: PPOConfig, view: ClusterView) -> list[RoleDemand]:
-    demands = role_demands(config, view)
-    check_demand(demands, view)
-    return demands
 
 
 def _supervised_models(
@@ -278,33 +282,32 @@ def _supervised_models(
 
 
 def _rl_models(
-    config: PPOConfig, inputs: RunInputs | None, demands: Sequence[RoleDemand]
+    config: GenerationRunConfig, inputs: RunInputs | None, demands: Sequence[RoleDemand]
 ) -> dict[str, Model]:
     """Return the models of a run by role."""
-    train, rollout = config.train, config.rollout
     longest = config.data.prompt_max_len if inputs is None else int(inputs.prompts.lengths.max())
-    length = longest + rollout.max_new_tokens
-    asked = rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
-    num_asked = asked if train.dynamic_batch_enable else rollout.micro_batch_size * length
-    num_trained = train.token_budget or train.micro_batch_size * length
-    rewards, models = reward_roles(config), dict[str, Model]()
+    length, train = longest + config.rollout.max_new_tokens, cast(TrainConfig, config.train)
+    num_asked = config.scoring_budget or config.rollout.micro_batch_size * length
+    rewards, models = config.reward_roles, dict[str, Model]()
     for demand in demands:
         role = demand.role
-        is_trainable, trains = role in TRAINED_ROLES, config.trains and role in TRAINED_ROLES
         if role == "vllm":
             continue
-        path = {"critic": config.critic_source, **rewards}.get(role) or config.policy_path
-        section: Any = getattr(config, "reward" if role in rewards else role)
-        models[role] = Model(
-            path,
-            trains=trains,
+        model = Model(
+            {"critic": config.critic_source, **rewards}.get(role) or config.policy_path,
             scores=role == "critic" or role in rewards,
-            recomputes=trains and section.gradient_checkpointing_enable,
-            offload=not is_trainable and section.offload,
             num_ranks=demand.num_ranks,
-            num_tokens=num_trained if trains else num_asked,
+            num_tokens=num_asked,
             pool=demand.pool,
         )
+        section = config.placed.get(role)
+        if isinstance(section, TrainedModelConfig):
+            num_tokens = train.token_budget or train.micro_batch_size * length
+            recomputes = section.gradient_checkpointing_enable
+            model = replace(model, trains=True, recomputes=recomputes, num_tokens=num_tokens)
+        elif isinstance(section, FrozenConfig):
+            model = replace(model, offload=section.offload)
+        models[role] = model
     return models
 
 
@@ -313,14 +316,15 @@ class Plan:
 
     def __init__(
         self,
-        config: SupervisedConfig | PPOConfig,
+        config: RunConfig,
         models: Mapping[str, Model],
         gathered: Gathered,
         *,
         has_gpus: bool,
         demands: Sequence[RoleDemand] = (),
     ) -> None:
-        self.config, self.gathered, self.has_gpus = config, gathered, has_gpus
+        self.config: Any = config
+        self.gathered, self.has_gpus = gathered, has_gpus
         self.models, self.demands = models, demands
         found = {role: self.shape(model) for role, model in models.items()}
         self.shapes = {role: shape for role, shape in found.items() if shape is not None}
@@ -339,7 +343,7 @@ class Plan:
         """Say what the run takes of each device and of the disk; note what cannot fit, and what
         DeepSpeed refuses.
         """
-        config: Any = self.config
+        config = self.config
         for role, shape in self.trained.items():
             section = config if role == TRAINED else getattr(config, role)
             facts = facts_of(shape, self.models[role], config.ds)
@@ -359,13 +363,13 @@ class Plan:
             pools.setdefault(models[role].pool if self.has_gpus else "", []).append(role)
         engine, sleeps = 0.0, False
         engines = [demand for demand in self.demands if demand.role == "vllm"]
-        if engines and isinstance(config, PPOConfig):
+        if engines:
             engine = self.engine_bytes(config, engines[0].num_ranks, have)
-            sleeps = config.vllm.enable_sleep and config.engines_share_devices
+            sleeps = config.engines_share_devices and config.vllm.enable_sleep
         if engine:
             lines["vllm"] = f"{in_words(engine)} weights and cache"
             pools.setdefault(engines[0].pool if self.has_gpus else "", [])
-        elif engines and self.has_gpus and isinstance(config, PPOConfig):
+        elif engines and self.has_gpus:
             lines["vllm"] = f"{config.vllm.gpu_memory_utilization:.0%} of its GPU"
         for pool, roles in pools.items():
             counts = [1 if self.has_gpus else models[role].num_ranks for role in roles]
@@ -417,7 +421,9 @@ class Plan:
         is_here = torch.cuda.is_available()
         return float(torch.cuda.get_device_properties(0).total_memory) if is_here else None
 
-    def engine_bytes(self, config: PPOConfig, num_engines: int, have: float | None) -> float:
+    def engine_bytes(
+        self, config: GenerationRunConfig, num_engines: int, have: float | None
+    ) -> float:
         """Return the bytes that an engine takes of its GPU, or all engines of this machine's
         memory; 0 if that is not known.
         """
@@ -428,8 +434,7 @@ class Plan:
             return 0.0
         cache = cache_bytes(
             cache_bytes_per_token(policy),
-            max_len=config.data.max_len
-            or config.data.prompt_max_len + config.rollout.max_new_tokens,
+            max_len=config.total_len,
             num_seqs=MAX_NUM_SEQS,
         )
         return num_engines * (policy.num_parameters * policy.dtype.itemsize + cache)
@@ -437,7 +442,7 @@ class Plan:
     def check_disk(self, exported: Shape) -> None:
         """Say what is written and where; note a model that has no room."""
         config, ckpt = self.config, self.config.ckpt
-        num_copies = 2 if isinstance(config, PPOConfig) and config.train.enable_ema else 1
+        num_copies = 2 if config.exports_average else 1
         folder = Path(ckpt.output_dir)
         with self.gathered:
             check_room(exported.module, folder, num_copies=num_copies)

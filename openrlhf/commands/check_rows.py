@@ -12,7 +12,7 @@ import rich.text
 import torch
 from torch import Tensor
 
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import ConfigError, Gathered, RewardError, first_line
@@ -69,7 +69,7 @@ def shown(
 
 
 def try_rewards(
-    config: PPOConfig, inputs: RunInputs, gathered: Gathered, *, has_room: bool
+    config: GenerationRunConfig, inputs: RunInputs, gathered: Gathered, *, has_room: bool
 ) -> None:
     """Print the rewards of the first rows, for the row's label and for another row's as response;
     note what is wrong with the source. `has_room`: for the reward models of the run.
@@ -124,7 +124,7 @@ def try_rewards(
         warn(f"{told}--label_key")
 
 
-def _loaded(config: PPOConfig) -> ModelScorer:
+def _loaded(config: GenerationRunConfig) -> ModelScorer:
     """Return the reward models of a run, on the device of this process."""
     device = default_device_type()
     models: dict[str, Forward] = {}
@@ -142,7 +142,7 @@ def _loaded(config: PPOConfig) -> ModelScorer:
     return ModelScorer(models, config.reward.weights, in_turn=True)
 
 
-async def _try_agent(config: PPOConfig, inputs: RunInputs, gathered: Gathered) -> None:
+async def _try_agent(config: GenerationRunConfig, inputs: RunInputs, gathered: Gathered) -> None:
     """Print the rewards of an episode of the first rows, in which every response is the row's
     label; note what is wrong with the agent.
     """

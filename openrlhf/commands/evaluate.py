@@ -11,15 +11,16 @@ from pathlib import Path
 
 from openrlhf.commands.rl_inputs import (
     RunInputs,
-    named_models,
     open_reward_source,
-    prepare_inputs,
+    read_inputs,
+    with_rewards,
 )
-from openrlhf.commands.train_rl import opener, rollouts_of, worker_classes
+from openrlhf.commands.train_rl import opener, rollouts_of
 from openrlhf.config.base import with_value
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.common import last_words
 from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.datasets.command_data import prompt_data
 from openrlhf.datasets.tokenized import write_bad_rows
 from openrlhf.distributed.checkpoints import find_model
 from openrlhf.distributed.folders import holding
@@ -38,7 +39,7 @@ from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_inputs import say_dropped
-from openrlhf.trainer.ppo_utils.demands import reward_roles
+from openrlhf.trainer.workers.critic_and_frozen import FrozenPolicyActor, RewardModelActor
 from openrlhf.trainer.workers.model_worker import ModelWorker
 from openrlhf.utils.console import notice
 from openrlhf.utils.framework_logs import redirect_framework_logs
@@ -80,14 +81,12 @@ def run_evaluation(
     source = reward_source or open_reward_source(config, log_dir=output / LOGS)
     with closing(source) if source else nullcontext(), holding(output, "--save_path"):
         redirect_framework_logs(output, "driver")
-        prepared, has_engines = [], bool(config.vllm.num_engines)
-        for run in runs:
-            with gathered:
-                prepared.append(prepare_inputs(run, has_engines=has_engines, reward_source=source))
+        found = [gather_inputs(run, gathered, source) for run in runs]
         gathered.raise_if_any()
         results = [
             _evaluate(name, run, inputs)
-            for name, run, inputs in zip(config.model_names, runs, prepared, strict=True)
+            for name, run, inputs in zip(config.model_names, runs, found, strict=True)
+            if inputs is not None  # or else problems were raised
         ]
     notice(
         results_table(
@@ -121,18 +120,33 @@ def evaluated_runs(config: EvaluateConfig, gathered: Gathered) -> list[EvaluateC
             )
         if model is not None:
             run = with_value(config, "models", model)
-            run = with_value(run, "actor.model_name_or_path", model)
             runs.append(with_value(run, "ckpt.output_dir", str(folder)))
     return runs
+
+
+def gather_inputs(
+    config: EvaluateConfig, gathered: Gathered, reward_source: RewardSource | None = None
+) -> RunInputs | None:
+    """Load and check the inputs of one model's evaluation, as those of training are."""
+    data, has_engines = [prompt_data(config)], bool(config.vllm.num_engines)
+    inputs = read_inputs(config, data, gathered, has_engines=has_engines)
+    return with_rewards(config, inputs, gathered, reward_source)
+
+
+def worker_classes(config: EvaluateConfig) -> dict[str, type]:
+    """Return the class of the ranks of every role; an engine that generates needs none."""
+    policy = {} if config.vllm.num_engines else {"actor": FrozenPolicyActor}
+    return policy | dict.fromkeys(config.reward_roles, RewardModelActor)
 
 
 def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluation:
     """Evaluate one model; write its samples and metrics."""
     num_samples = inputs.sampling.num_samples
+    inputs.run_dir.mkdir(parents=True, exist_ok=True)
     notice(f"evaluating {name}: {len(inputs.prompts)} prompts x {num_samples} samples")
-    samples = _samples(config, inputs)
+    policy = FailurePolicy.of(config.reward, len(inputs.prompts))
+    samples = _samples(config, inputs, policy)
     failed = samples.failed
-    policy = replace(FailurePolicy.of(config), step_size=len(inputs.prompts))
     policy.check_dropped(list(failed.values()), of="the evaluation")
     say_dropped(failed, inputs.prompts)
     rollouts = samples.rollouts
@@ -146,8 +160,7 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
         rollouts = [*rollouts, *(replace(rollout, datasource=ALL) for rollout in rollouts)]
     metrics = samples.metrics.values() | evaluation_metrics(rollouts, config.ks)
     save_resolved(config, inputs.run_dir / CONFIG_FILE)
-    data_sets = (inputs.prompts, inputs.eval_prompts, inputs.texts)
-    write_bad_rows(inputs.run_dir / BAD_ROWS_FILE, *data_sets)
+    write_bad_rows(inputs.run_dir / BAD_ROWS_FILE, inputs.prompts)
     Tracker(inputs.run_dir).log(0, metrics)
     prompts = dict.fromkeys((rollout.datasource, rollout.row_id) for rollout in rollouts)
     counts = Counter(source for source, _ in prompts)
@@ -155,12 +168,12 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
     return Evaluation(name, inputs.run_dir, file, metrics, counts, estimates)
 
 
-def _samples(config: EvaluateConfig, inputs: RunInputs) -> SampleBatch:
+def _samples(config: EvaluateConfig, inputs: RunInputs, policy: FailurePolicy) -> SampleBatch:
     """Start the model, and what scores its samples, and return them."""
     if not config.is_on_ray:
         check_here(config.ds, trains=False)
-    say_padded(config, named_models(config))
-    rewards, run_dir = reward_roles(config), str(inputs.run_dir.resolve())
+    say_padded(config, config.named_models)
+    rewards, run_dir = config.reward_roles, str(inputs.run_dir.resolve())
     open_cluster = opener(on_ray=config.is_on_ray)
     with open_cluster(config, worker_classes(config), run_dir=run_dir, resume_step=0) as cluster:
         for role, group in cluster.groups.items():
@@ -168,7 +181,7 @@ def _samples(config: EvaluateConfig, inputs: RunInputs) -> SampleBatch:
                 paths = [path for other, path in rewards.items() if other == role]
                 group.call(ModelWorker.init_model, *paths)
         phases = DevicePhases((), engines_sleep=False, training_sleeps=False)
-        with closing(rollouts_of(config, inputs, cluster, phases)) as rollouts:
+        with closing(rollouts_of(config, inputs, cluster, phases, policy)) as rollouts:
             prompts = list(inputs.prompts)
             sampling = replace(inputs.sampling, seed=config.train.seed)
             return rollouts.generate_samples(prompts, sampling, tag="eval0")

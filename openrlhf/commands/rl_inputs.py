@@ -5,15 +5,16 @@ Everything a user can get wrong in data, paths and reward code is found here, be
 loaded.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.command_data import EVALUATION, PRETRAIN, TRAINING, ppo_data
+from openrlhf.datasets.command_data import EVALUATION, PRETRAIN, TRAINING, DataSet, ppo_data
 from openrlhf.datasets.prompts_dataset import PromptDataset
-from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import news, repeats
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import SamplingSettings
@@ -72,57 +73,83 @@ def gather_inputs(
     has_engines: bool,
     reward_source: RewardSource | None = None,
 ) -> RunInputs | None:
-    """Load and check tokenizer, prompts and reward source; note the problems of all, and return
-    what could be read, None without a policy, a tokenizer or prompts.
-
-    `has_engines`: vLLM generates, and must be installed; else the policy itself does. Without a
-    `reward_source` that is open already, that of the config is opened.
+    """Load and check the inputs of training; note all problems, and return what could be read, None
+    without a policy, a tokenizer or prompts. Parameters are those of `read_inputs` and
+    `with_rewards`.
     """
-    run_dir = Path(config.ckpt.output_dir)
-    _check_code(config, gathered, has_engines=has_engines)
+    for formula, name in (
+        (ESTIMATOR, config.algo.advantage.estimator),
+        (POLICY_LOSS, config.actor.policy_loss_type),
+    ):
+        with gathered:
+            check_function(formula, name)
+    inputs = read_inputs(config, ppo_data(config), gathered, has_engines=has_engines)
+    if inputs is not None:
+        held_out = config.eval
+        inputs = replace(
+            inputs,
+            eval_sampling=replace(
+                inputs.sampling,
+                num_samples=held_out.n_samples_per_prompt,
+                temperature=held_out.temperature,
+            ),
+            updates=planned_updates(config, len(inputs.prompts)),
+        )
+        with gathered:
+            inputs = replace(inputs, pass_rate=pass_rate(config, inputs.eval_prompts))
+    return with_rewards(config, inputs, gathered, reward_source)
+
+
+def read_inputs(
+    config: GenerationRunConfig,
+    data_sets: Iterable[DataSet],
+    gathered: Gathered,
+    *,
+    has_engines: bool,
+) -> RunInputs | None:
+    """Load and check tokenizer, models and data sets; note their problems, and return what could be
+    read, without a source of rewards.
+
+    `has_engines`: vLLM generates, and must be installed; else the policy itself does.
+    """
+    if has_engines:
+        with gathered:
+            check_vllm_is_installed(instead=INSTEAD_OF_VLLM)
+    if agent_path := config.train.agent_func_path:
+        with gathered:
+            load_agent(agent_path)
     policy = check_models(config, gathered, has_engines=has_engines)
-    tokenizer, compared, source = None, None, reward_source
+    tokenizer = None
     with gathered:
         tokenizer = tokenizer_of(config, config.policy_path)
         check_tokens(config, tokenizer)
-    prompts, eval_prompts, texts = _data(config, tokenizer, policy, gathered)
-    with gathered:
-        compared = pass_rate(config, eval_prompts)
-    log_dir = None if gathered.problems else run_dir / LOGS  # a refused run leaves no folder
-    with gathered:
-        source = source or open_reward_source(config, log_dir=log_dir)
-    for data in filter(None, (prompts, eval_prompts)):
-        if source is not None:
-            with gathered:
-                source.check([TRUNCATED_COLUMN, *data[0].columns])
+    made: dict[str, Any] = {}
+    for data_set in data_sets:
+        rows = data_set.read(gathered)
+        if rows is not None and tokenizer is not None:
+            made[data_set.about] = data_set.tokenise(gathered, rows, tokenizer)
+    texts, prompts = made.get(PRETRAIN), made.get(TRAINING)
+    if texts is not None and policy is not None:
+        size, positions = policy.get_text_config().vocab_size, num_positions(policy)
+        with gathered.about(PRETRAIN):
+            texts.check_fits(config.policy_path, num_embeddings=size, num_positions=positions)
     if policy is None or tokenizer is None or prompts is None:
-        if source is not None:
-            source.close()
         return None
-    say_notices([*unused_sampling(config.policy_path), *prompts.notices])
-    for data, about in ((eval_prompts, "evaluation: "), (texts, "--pretrain_data: ")):
-        if data is not None:
-            told = [*news(data.notices, prompts.notices), *repeats(data, prompts)]
-            say_notices(told, about=about)
-    sampling, held_out = sampling_of(config, tokenizer), config.eval
-    num_samples, temperature = held_out.n_samples_per_prompt, held_out.temperature
+    sampling = sampling_of(config, tokenizer)
     return RunInputs(
-        run_dir=run_dir,
+        run_dir=Path(config.ckpt.output_dir),
         tokenizer=tokenizer,
         token_texts=TokenTexts(tokenizer),
         prompts=prompts,
-        eval_prompts=eval_prompts,
+        eval_prompts=made.get(EVALUATION),
         texts=texts,
-        reward_source=source,
         sampling=sampling,
-        eval_sampling=replace(sampling, num_samples=num_samples, temperature=temperature),
-        updates=planned_updates(config, len(prompts)),
-        pass_rate=compared,
+        eval_sampling=sampling,
         vocab_size=policy.get_text_config().vocab_size,
     )
 
 
-def sampling_of(config: PPOConfig, tokenizer: Tokenizer) -> SamplingSettings:
+def sampling_of(config: GenerationRunConfig, tokenizer: Tokenizer) -> SamplingSettings:
     """Return the settings that the samples of a run are drawn with."""
     rollout, trust = config.rollout, config.trust_remote_code
     return SamplingSettings(
@@ -134,20 +161,36 @@ def sampling_of(config: PPOConfig, tokenizer: Tokenizer) -> SamplingSettings:
     ).stopping_at(rollout.stop, rollout.stop_token_ids)
 
 
-def _check_code(config: PPOConfig, gathered: Gathered, *, has_engines: bool) -> None:
-    """Note what is wrong with the user's formulas and agent, and that vLLM is missing."""
-    for formula, name in (
-        (ESTIMATOR, config.algo.advantage.estimator),
-        (POLICY_LOSS, config.actor.policy_loss_type),
-    ):
-        with gathered:
-            check_function(formula, name)
-    if has_engines:
-        with gathered:
-            check_vllm_is_installed(instead=INSTEAD_OF_VLLM)
-    if agent_path := config.train.agent_func_path:
-        with gathered:
-            load_agent(agent_path)
+def with_rewards(
+    config: GenerationRunConfig,
+    inputs: RunInputs | None,
+    gathered: Gathered,
+    reward_source: RewardSource | None,
+) -> RunInputs | None:
+    """Return inputs with the source of rewards: `reward_source`, which is open already, else that
+    of the config. Note what is wrong with it, and print what was noticed of the data.
+    """
+    log_dir = None  # a refused run leaves no folder
+    if not gathered.problems:
+        log_dir = Path(config.ckpt.output_dir) / LOGS
+    source = reward_source
+    with gathered:
+        source = source or open_reward_source(config, log_dir=log_dir)
+    if inputs is None:
+        if source is not None:
+            source.close()
+        return None
+    prompts, held_out = inputs.prompts, inputs.eval_prompts
+    for data in filter(None, (prompts, held_out)):
+        if source is not None:
+            with gathered:
+                source.check([TRUNCATED_COLUMN, *data[0].columns])
+    say_notices([*unused_sampling(config.policy_path), *prompts.notices])
+    for more, about in ((held_out, "evaluation: "), (inputs.texts, "--pretrain_data: ")):
+        if more is not None:
+            told = [*news(more.notices, prompts.notices), *repeats(more, prompts)]
+            say_notices(told, about=about)
+    return replace(inputs, reward_source=source)
 
 
 def planned_updates(config: PPOConfig, num_prompts: int) -> list[int]:
@@ -202,29 +245,7 @@ def pass_rate(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | No
     return found[0]
 
 
-def _data(
-    config: PPOConfig,
-    tokenizer: Tokenizer | None,
-    policy: "PretrainedConfig | None",
-    gathered: Gathered,
-) -> tuple[PromptDataset | None, PromptDataset | None, SFTDataset | None]:
-    """Return prompts, prompts of the evaluation and pre-training text; note their problems. Without
-    a tokenizer check files and columns alone.
-    """
-    made: dict[str, Any] = {}
-    for data_set in ppo_data(config):
-        rows = data_set.read(gathered)
-        if rows is not None and tokenizer is not None:
-            made[data_set.about] = data_set.tokenise(gathered, rows, tokenizer)
-    texts = made.get(PRETRAIN)
-    if texts is not None and policy is not None:
-        size, positions = policy.get_text_config().vocab_size, num_positions(policy)
-        with gathered.about(PRETRAIN):
-            texts.check_fits(config.policy_path, num_embeddings=size, num_positions=positions)
-    return made.get(TRAINING), made.get(EVALUATION), texts
-
-
-def open_reward_source(config: PPOConfig, *, log_dir: Path | None) -> RewardSource | None:
+def open_reward_source(config: GenerationRunConfig, *, log_dir: Path | None) -> RewardSource | None:
     """Return the source of the functions or servers of a run, None of any other reward; raise
     ConfigError.
     """
@@ -255,12 +276,11 @@ def open_reward_source(config: PPOConfig, *, log_dir: Path | None) -> RewardSour
 
 
 def check_models(
-    config: PPOConfig, gathered: Gathered, *, has_engines: bool
+    config: GenerationRunConfig, gathered: Gathered, *, has_engines: bool
 ) -> "PretrainedConfig | None":
     """Note what forbids to use a model; return the policy's config, if it can be read."""
-    path, reads_experts = config.policy_path, config.actor.aux_loss_coef > 0
-    names = named_models(config)
-    found = read_configs(names, config, gathered, has_router_loss=reads_experts)
+    path, reads_experts = config.policy_path, config.trains and config.actor.aux_loss_coef > 0
+    found = read_configs(config.named_models, config, gathered, has_router_loss=reads_experts)
     for name, facts in found.items():
         if name in config.reward.model_paths:
             with gathered:
@@ -278,14 +298,7 @@ def check_models(
     return found.get(path)
 
 
-def named_models(config: PPOConfig) -> list[str]:
-    """Return the paths of policy, critic and reward models, each once."""
-    critic = config.critic_source if config.has_critic else None
-    paths = (config.policy_path, critic, *config.reward.model_paths)
-    return list(dict.fromkeys(filter(None, paths)))
-
-
-def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> None:
+def check_tokens(config: GenerationRunConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigError for a critic or a reward model of another vocabulary than the policy's."""
     for path in config.reward.model_paths:
         if not _reads_tokens_of(config, path, tokenizer):
@@ -294,14 +307,14 @@ def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> None:
                 "serve-rm with it, which reads texts, and type --remote_rm_url with its address."
             )
     source = config.critic_source
-    if config.has_critic and source and not _reads_tokens_of(config, source, tokenizer):
+    if source is not None and not _reads_tokens_of(config, source, tokenizer):
         raise ConfigError(
             f"The critic would start from {source}, which has another vocabulary than --pretrain. "
             f"Type --critic_pretrain {config.policy_path}, or a model of its family."
         )
 
 
-def _reads_tokens_of(config: PPOConfig, path: str, own: Tokenizer) -> bool:
+def _reads_tokens_of(config: GenerationRunConfig, path: str, own: Tokenizer) -> bool:
     """Return True if all tokens that the policy can sample, those of `own`, have the same ids in
     the model at `path`.
 
@@ -324,7 +337,7 @@ def _reads_tokens_of(config: PPOConfig, path: str, own: Tokenizer) -> bool:
     return all(is_same(token, i) for token, i in own.get_vocab().items() if i < sizes[0])
 
 
-def _check_head(config: PPOConfig, path: str, facts: "PretrainedConfig") -> None:
+def _check_head(config: GenerationRunConfig, path: str, facts: "PretrainedConfig") -> None:
     """Refuse a reward model without a value head, or without a scale to normalise by."""
     if base_of_adapter(path) is None:  # both are known when it is merged
         check_value_model(facts, f"--reward_pretrain {path}")
@@ -332,7 +345,7 @@ def _check_head(config: PPOConfig, path: str, facts: "PretrainedConfig") -> None
             reward_mean_and_std(facts)
 
 
-def _check_positions(config: PPOConfig, name: str, facts: "PretrainedConfig") -> None:
+def _check_positions(config: GenerationRunConfig, name: str, facts: "PretrainedConfig") -> None:
     """Refuse lengths of prompt and response that a model cannot read as a whole."""
     limit = num_positions(facts)
     prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens

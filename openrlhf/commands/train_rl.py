@@ -14,10 +14,10 @@ from torch import Tensor
 from openrlhf.commands.rl_inputs import (
     RunInputs,
     check_runs_without_ray,
-    named_models,
     prepare_inputs,
 )
 from openrlhf.config.cli import save_resolved
+from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.tokenized import write_bad_rows
 from openrlhf.distributed.checkpoints import RunCheckpoints, export_final, exporting_anyway
@@ -37,12 +37,11 @@ from openrlhf.trainer.local_cluster import Cluster, local_cluster
 from openrlhf.trainer.ppo_state import RunState, is_at_end, open_run
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, pools_of, reward_roles
+from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, pools_of
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup, start_forward
 from openrlhf.trainer.workers.critic_and_frozen import (
     CriticModelActor,
-    FrozenPolicyActor,
     ReferenceModelActor,
     RewardModelActor,
 )
@@ -118,7 +117,7 @@ def _open_and_run(
         opened = open_run(config, inputs)
         if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
             return
-        say_padded(config, named_models(config))
+        say_padded(config, config.named_models)
         with (
             reporting(config, is_resumed=opened.saved is not None),
             stopping.telling(opened.how_to_go_on),
@@ -159,7 +158,15 @@ def _run(
     phases.sleep()
     sizes = init_models(config, groups, inputs.updates, phases)
     print_banner(banner_sections(config, inputs, cluster, sizes))
-    rollouts = rollouts_of(config, inputs, cluster, phases)
+    rollouts = rollouts_of(
+        config,
+        inputs,
+        cluster,
+        phases,
+        FailurePolicy.of(config.reward, config.rollout.batch_size),
+        # Where engines do not pause, models that share their devices cannot wait for a pause.
+        never_pauses=config.train.async_enable or config.algo.dynamic_filtering_enable,
+    )
     opened.clear_folder(inputs.run_dir, config)
     settings, resume_step = config.model_dump(mode="json"), opened.resume_step
     trainer = make_trainer(
@@ -203,12 +210,10 @@ def _export(config: PPOConfig, groups: Groups) -> None:
 
 def worker_classes(config: PPOConfig) -> dict[str, type]:
     """Return the class of the ranks of every role that a run has."""
-    classes: dict[str, type] = {}
-    if config.has_policy_ranks:
-        classes["actor"] = PolicyModelActor if config.trains else FrozenPolicyActor
+    classes: dict[str, type] = {"actor": PolicyModelActor}
     if config.has_reference:
         classes["ref"] = ReferenceModelActor
-    classes |= dict.fromkeys(reward_roles(config), RewardModelActor)
+    classes |= dict.fromkeys(config.reward_roles, RewardModelActor)
     if config.has_critic:
         classes["critic"] = CriticModelActor
     return classes
@@ -224,7 +229,7 @@ def init_models(
     args: dict[str, tuple[object, ...]] = {
         "actor": (max(sum(updates[max(config.critic.freezing_steps, 0) :]), 1),),
         "critic": (sum(updates),),
-        **{role: (path,) for role, path in reward_roles(config).items()},
+        **{role: (path,) for role, path in config.reward_roles.items()},
     }
     pools: dict[str, list[str]] = {}
     for role, pool in pools_of(config, groups).items():
@@ -265,7 +270,13 @@ def forwards_of(config: PPOConfig, groups: Groups, updates_per_rollout: int) -> 
 
 
 def rollouts_of(
-    config: PPOConfig, inputs: RunInputs, cluster: Cluster, phases: DevicePhases
+    config: GenerationRunConfig,
+    inputs: RunInputs,
+    cluster: Cluster,
+    phases: DevicePhases,
+    policy: FailurePolicy,
+    *,
+    never_pauses: bool = False,
 ) -> Rollouts:
     """Return the maker of scored samples: engines and rewards, or agents that act through engines."""
     groups = cluster.groups
@@ -274,26 +285,24 @@ def rollouts_of(
     ]
     if config.train.agent_func_path:
         setup = agent_setup(config, inputs.tokenizer, vocab_size=inputs.vocab_size)
-        return agent_rollouts(setup, samplers, FailurePolicy.of(config))
+        return agent_rollouts(setup, samplers, policy)
     if inputs.reward_source is not None:
         batch_size, num_steps = config.rollout.micro_batch_size, len(inputs.updates)
         scorer: Scorer = SourceScorer(inputs.reward_source, batch_size, max_steps=num_steps)
     else:
-        has_own_devices = cluster.view is not None and not config.train.colocate_all
-        # Where engines do not pause, models that share their devices cannot wait for a pause.
-        never_pauses = config.train.async_enable or config.algo.dynamic_filtering_enable
+        has_own_devices = cluster.view is not None and not config.colocates_all
         scorer = ModelScorer(
             {
                 name: partial(start_forward, groups[role], RewardModelActor.compute_rewards)
-                for name, role in zip(config.reward.model_names, reward_roles(config), strict=True)
+                for name, role in zip(config.reward.model_names, config.reward_roles, strict=True)
             },
             config.reward.weights,
-            in_turn=config.train.colocate_all,
+            in_turn=config.colocates_all,
             is_streaming=has_own_devices or never_pauses,
             turn=phases.turn,
         )
     turns = EnginePool(samplers, inputs.tokenizer, vocab_size=inputs.vocab_size)
-    return Rollouts(turns, GroupScorer(scorer, FailurePolicy.of(config)))
+    return Rollouts(turns, GroupScorer(scorer, policy))
 
 
 def banner_sections(
@@ -305,7 +314,7 @@ def banner_sections(
     demands = {demand.role: demand for demand in cluster.demands}
     # Roles of one pool share devices; without Ray there are no pools.
     places = {role: f", devices: {demand.pool}" if view else "" for role, demand in demands.items()}
-    paths = {"critic": config.critic_source, **reward_roles(config)}
+    paths = {"critic": config.critic_source, **config.reward_roles}
     models = {
         role: f"{paths.get(role, config.policy_path)}: {format_count(size)} parameters, "
         f"{demands[role].num_ranks} rank(s){places[role]}"

@@ -29,7 +29,7 @@ from openrlhf.config.base import (
     walk,
     with_value,
 )
-from openrlhf.config.common import RunConfig
+from openrlhf.config.common import TrainingRunConfig
 from openrlhf.config.from_trl import HERE
 from openrlhf.config.local_paths import LISTS
 from openrlhf.errors import ConfigError
@@ -410,7 +410,7 @@ def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: obj
         if old == new or (option.opens and _place(old) == _place(new)):
             continue
         flag, typed = option.flag, typed_value(old)
-        is_reset = isinstance(config, RunConfig) and config.ckpt.reset_lr
+        is_reset = isinstance(config, TrainingRunConfig) and config.ckpt.reset_lr
         if option.at_resume == "kept" and is_reset:
             continue
         if option.at_resume == "refused":

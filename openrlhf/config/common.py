@@ -228,8 +228,8 @@ class DeepSpeedConfig(Base):
         return "sdpa" if self.ring_attn_size > 1 else self.attn_implementation
 
 
-class CheckpointConfig(Base):
-    """`ckpt.*`: what is written, where, and how much of it is kept."""
+class RunFolderConfig(Base):
+    """`ckpt.*`: where the results go."""
 
     output_dir: str = option(
         "./ckpt",
@@ -239,6 +239,16 @@ class CheckpointConfig(Base):
         opens="output",
         min_length=1,
     )
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Return every folder that the run writes to, by its flag."""
+        return {"--save_path": self.output_dir}
+
+
+class CheckpointConfig(RunFolderConfig):
+    """`ckpt.*`: what is written, where, and how much of it is kept."""
+
     path: str = option("./ckpt/checkpoints", "Root of checkpoints.", "ckpt_path", opens="output")
 
     save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", ge=-1)
@@ -283,6 +293,12 @@ class CheckpointConfig(Base):
         """Return True if the run reads or writes anything under `path`."""
         return self.save_steps > 0 or self.load_enable or self.names_best
 
+    @property
+    def folders(self) -> dict[str, str]:
+        has_root = os.path.realpath(self.output_dir) != os.path.realpath(self.path)
+        has_root = has_root and self.uses_root
+        return super().folders | ({"--ckpt_path": self.path} if has_root else {})
+
 
 class WandbConfig(Base):
     """`logger.wandb.*`: Weights & Biases."""
@@ -324,6 +340,14 @@ class LoggerConfig(Base):
         bare="true",
         env="TENSORBOARD_LOGGING_DIR",
         opens="output",
+    )
+
+
+class SampleLoggerConfig(Base):
+    """`logger.*` of samples."""
+
+    print_samples: int = option(
+        2, "Samples shown at each evaluation and every 10th step; 0: none.", ge=0
     )
 
 
@@ -430,7 +454,17 @@ class EvalConfig(Base):
     n_samples_per_prompt: int = option(4, "k of pass@k.", "eval_n_samples_per_prompt", gt=0)
 
 
-class TrainConfig(Base):
+class RanksConfig(Base):
+    """`train.*`: randomness and ranks."""
+
+    seed: int = option(42, "Seed of everything random.", ge=0, lt=2**32, at_resume="refused")
+    full_determinism_enable: bool = switch("Deterministic kernels only.", "full_determinism")
+    rank_timeout_s: float = option(
+        600.0, "Seconds for a sign of life or a micro-batch; ranks wait three times that.", gt=0
+    )
+
+
+class TrainConfig(RanksConfig):
     """`train.*`: batches, epochs and randomness."""
 
     batch_size: int = option(
@@ -444,14 +478,9 @@ class TrainConfig(Base):
         gt=0,
     )
     max_epochs: int = option(1, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
-    seed: int = option(42, "Seed of everything random.", ge=0, lt=2**32, at_resume="refused")
     dynamic_batch_enable: bool = switch("Micro-batches by tokens.", "use_dynamic_batch")
     max_tokens_per_gpu: int = option(
         16192, "Token budget of a training micro-batch.", "train_max_tokens_per_gpu", gt=0
-    )
-    full_determinism_enable: bool = switch("Deterministic kernels only.", "full_determinism")
-    rank_timeout_s: float = option(
-        600.0, "Seconds for a sign of life or a micro-batch; ranks wait three times that.", gt=0
     )
 
     @property
@@ -467,21 +496,39 @@ class TrainConfig(Base):
 
 
 class RunConfig(CommandConfig):
+    """Top of every command's tree that loads models and leaves a run folder."""
+
+    local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
+    train: RanksConfig = RanksConfig()
+    ckpt: RunFolderConfig = RunFolderConfig()
+    ds: DeepSpeedConfig = DeepSpeedConfig()
+
+    def derived(self) -> Iterator[tuple[str, object]]:
+        """Fill in the run folder."""
+        yield from super().derived()
+        if not is_given(self, "ckpt.output_dir"):
+            stem = type(self).__name__.removesuffix("Config").lower()
+            yield "ckpt.output_dir", timed_folder(stem)
+
+
+class TrainingRunConfig(RunConfig):
     """Top of every training command's tree."""
 
     trains: ClassVar = True
 
-    local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     ckpt: CheckpointConfig = CheckpointConfig()
     logger: LoggerConfig = LoggerConfig()
 
+    @property
+    def exports_average(self) -> bool:
+        """Return True if an average of the weights is exported beside the last ones."""
+        return False
+
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Yield the run folder and the folder of TensorBoard."""
-        if not is_given(self, "ckpt.output_dir"):
-            stem = type(self).__name__.removesuffix("Config").lower()
-            yield "ckpt.output_dir", timed_folder(stem)
+        """Fill in the folder of TensorBoard, and the best model that early stopping compares with."""
+        yield from super().derived()
         if self.logger.tensorboard_dir == "true":
             named = os.environ.get("TENSORBOARD_LOGGING_DIR")
             yield "logger.tensorboard_dir", named or f"{self.ckpt.output_dir}/tensorboard"

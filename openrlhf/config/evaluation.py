@@ -1,24 +1,21 @@
-"""Config of `openrlhf eval`: that of an RL run, with what matters to an evaluation alone."""
+"""Config of `openrlhf eval`: what makes and scores samples, and nothing that trains."""
 
 from collections.abc import Iterator
 from typing import ClassVar
 
 from openrlhf.config.base import option
-from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
-from openrlhf.config.local_paths import names_in
-from openrlhf.config.ppo import (
-    AdvantageConfig,
-    AlgoConfig,
-    KLConfig,
-    PPOConfig,
-    PPODataConfig,
-    RolloutConfig,
-    VLLMConfig,
+from openrlhf.config.common import DeepSpeedConfig, RunFolderConfig, SampleLoggerConfig
+from openrlhf.config.generation import (
+    EngineConfig,
+    GenerationConfig,
+    GenerationRunConfig,
+    PromptDataConfig,
 )
+from openrlhf.config.local_paths import names_in
 from openrlhf.config.serving import WEIGHTS
 
 
-class EvaluatedDataConfig(PPODataConfig):
+class EvaluatedDataConfig(PromptDataConfig):
     """`data.*`: where prompts and labels come from."""
 
     prompt_dataset: str | None = option(
@@ -36,7 +33,7 @@ class EvaluatedDataConfig(PPODataConfig):
     )
 
 
-class EvaluatedRolloutConfig(RolloutConfig):
+class EvaluatedRolloutConfig(GenerationConfig):
     """`rollout.*`: how samples are made."""
 
     n_samples_per_prompt: int = option(
@@ -52,7 +49,7 @@ class EvaluatedRolloutConfig(RolloutConfig):
     )
 
 
-class EvaluatedFolderConfig(CheckpointConfig):
+class EvaluatedFolderConfig(RunFolderConfig):
     """`ckpt.*`: where the results go."""
 
     output_dir: str = option(
@@ -66,7 +63,7 @@ class EvaluatedFolderConfig(CheckpointConfig):
     )
 
 
-class EvaluatingVLLMConfig(VLLMConfig):
+class EvaluatingVLLMConfig(EngineConfig):
     """`vllm.*`: the engines that generate."""
 
     num_engines: int = option(
@@ -80,10 +77,9 @@ class EvaluatingVLLMConfig(VLLMConfig):
     )
 
 
-class EvaluateConfig(PPOConfig):
+class EvaluateConfig(GenerationRunConfig):
     """Evaluate models on data with labels: pass@1, pass@k and the mean reward (eval)."""
 
-    trains: ClassVar = False
     essentials: ClassVar = (
         *("models", "data.prompt_dataset", "data.input_key", "data.label_key"),
         *("data.apply_chat_template", "data.prompt_max_len", "data.max_samples"),
@@ -97,33 +93,7 @@ class EvaluateConfig(PPOConfig):
         "Qwen/Qwen2.5-0.5B-Instruct ./output/grpo --eval_dataset problems.jsonl "
         "--input_key question --label_key answer --apply_chat_template --remote_rm_url reward.py"
     )
-    shows: ClassVar = {
-        **dict.fromkeys(("actor", "critic", "ref", "algo", "eval"), ()),
-        "logger": ("print_samples",),
-        "reward": (
-            *("remote_url", "model_name_or_path", "weights", "normalize_enable", "failure"),
-            *("max_dropped", "timeout_s", "try_timeout_s", "memory_gib", "num_workers"),
-            *("num_nodes", "num_gpus_per_node", "offload"),
-        ),
-        "rollout": (
-            *("n_samples_per_prompt", "max_new_tokens", "temperature", "top_p"),
-            *("stop", "stop_token_ids", "micro_batch_size"),
-        ),
-        "vllm": (
-            *("num_engines", "tensor_parallel_size", "enable_prefix_caching", "enforce_eager"),
-            *("gpu_memory_utilization", "timeout_s"),
-        ),
-        "train": ("seed", "agent_func_path", "agent_timeout_s", "async_num_tasks"),
-        "data": (
-            *("prompt_dataset", "prompt_probs", "prompt_split", "input_key", "label_key"),
-            *("input_template", "apply_chat_template", "tokenizer_chat_template"),
-            *("chat_template_kwargs", "bad_rows"),
-            *("allow_special_tokens", "max_samples", "expect_rows", "expect_sha256"),
-            *("duplicate_ids", "prompt_max_len", "overlong_prompts", "max_len"),
-        ),
-        "ds": (*WEIGHTS, "value_head_prefix"),
-        "ckpt": ("output_dir",),
-    }
+    shows: ClassVar = {"ds": (*WEIGHTS, "value_head_prefix")}
     operands: ClassVar = "models"
 
     models: str | None = option(
@@ -142,10 +112,7 @@ class EvaluateConfig(PPOConfig):
     vllm: EvaluatingVLLMConfig = EvaluatingVLLMConfig()
     ckpt: EvaluatedFolderConfig = EvaluatedFolderConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig(zero_stage=0)
-    # No model is trained, so there is neither a critic nor a reference.
-    algo: AlgoConfig = AlgoConfig(
-        advantage=AdvantageConfig(estimator="reinforce"), kl=KLConfig(init_coef=0)
-    )
+    logger: SampleLoggerConfig = SampleLoggerConfig()
 
     @property
     def model_names(self) -> list[str]:
@@ -163,12 +130,13 @@ class EvaluateConfig(PPOConfig):
         return self.vllm.num_engines > 1
 
     @property
-    def has_policy_ranks(self) -> bool:
-        """Return False if engines alone hold the policy."""
-        return not self.vllm.num_engines
+    def policy_path(self) -> str:
+        """Return the model that is evaluated, of a config that names one."""
+        assert self.models is not None, "checked by the configuration"
+        return self.models
 
     def problems(self) -> Iterator[str]:
-        """Add a k that the samples of a prompt are too few for."""
+        """Report a k that the samples of a prompt are too few for."""
         yield from super().problems()
         output = self.ckpt.output_dir
         if output.endswith(".jsonl"):

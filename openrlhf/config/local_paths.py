@@ -21,7 +21,7 @@ from openrlhf.config.base import (
     value_at,
     walk,
 )
-from openrlhf.config.common import RunConfig
+from openrlhf.config.common import TrainingRunConfig
 
 MODEL_FILES = ("config.json", "adapter_config.json")
 LISTS = ("models", "runs", "data", "code")  # with commas between
@@ -38,7 +38,7 @@ def named_things(config: CommandConfig) -> Iterator[tuple[Option, str, list[str]
 def path_problems(config: CommandConfig) -> Iterator[str]:
     """Yield a line for every file or folder that is named and not there, with its flag."""
     # The root of checkpoints matters if it is named, or written to without being named.
-    is_written = isinstance(config, RunConfig) and config.ckpt.save_steps > 0
+    is_written = isinstance(config, TrainingRunConfig) and config.ckpt.save_steps > 0
     for option, opens, names in named_things(config):
         if option.path == "ckpt.path" and not (is_written or is_given(config, "ckpt.path")):
             continue

@@ -3,38 +3,35 @@
 Field path = dotted flag; names after the help text are flat flags and what Hugging Face users type.
 """
 
-import re
 from collections.abc import Iterator
 from itertools import product
 from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
-from openrlhf.config.base import (
-    SCHEME,
-    Base,
-    Caution,
-    OwnFunction,
-    is_blank,
-    is_given,
-    option,
-    switch,
-)
+from openrlhf.config.base import Base, Caution, OwnFunction, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
-    DeepSpeedConfig,
     LoggerConfig,
     ModelConfig,
     OptimizerConfig,
-    RewardModelsConfig,
-    RunConfig,
-    StopConfig,
-    TextDataConfig,
+    SampleLoggerConfig,
     TrainConfig,
     TrainedModelConfig,
+    TrainingRunConfig,
     clashes,
     logger_of,
+)
+from openrlhf.config.generation import (
+    AgentsConfig,
+    EngineConfig,
+    FrozenConfig,
+    GenerationConfig,
+    GenerationRunConfig,
+    PlacementConfig,
+    PromptDataConfig,
+    RewardSourceConfig,
 )
 
 Estimator = Literal[
@@ -52,28 +49,8 @@ IS_CORRECTION_TYPES = {
 DIVERGENCE_BOUNDS = {"binary_kl": 0.05, "tv": 0.1}
 # Words of OpenRLHF 0.11 for aggregations.
 LOSS_AGG_MODES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean"}
-# `rewards.py` or `rewards.py:name`, but not `exec:./rewards.py`.
-FUNCTION = re.compile(rf"(?!{SCHEME.pattern}).+\.py(:\w+)?$")
 # What people type for an estimator, by the method's name: only said, as one may be wrong.
 KNOWN_AS = {"ppo": "gae", "grpo": "group_norm"}
-
-
-class PlacementConfig(Base):
-    """Placement of a model."""
-
-    num_nodes: int = option(1, "Nodes of the model.", "{model}num_nodes", ge=1)
-    num_gpus_per_node: int | None = option(
-        None,
-        "GPUs (else CPU ranks) on each node; unset: as a colocated model, else all that are left.",
-        "{model}num_gpus_per_node",
-        ge=1,
-    )
-
-
-class FrozenConfig(PlacementConfig):
-    """A model that is not trained."""
-
-    offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
 
 
 class ActorConfig(OptimizerConfig, ModelConfig, PlacementConfig):
@@ -115,38 +92,9 @@ class CriticConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
     save_value_network: bool = switch("Export the critic at the end.")
 
 
-class RewardConfig(RewardModelsConfig, FrozenConfig):
+class RewardConfig(RewardSourceConfig):
     """`reward.*`: where rewards come from and how they are shaped."""
 
-    remote_url: str | None = option(
-        None,
-        "A .py file with reward_func, or functions as file.py:name with commas between, which are "
-        "added; or URLs of servers.",
-        "remote_rm_url",
-        opens="code",
-    )
-    failure: str = option(
-        "fail",
-        "When a reward cannot be had: fail, drop_group, retry or retry(n).",
-        "reward_failure",
-        pattern=r"^(fail|drop_group|retry(\(0*[1-9]\d*\))?)$",
-        forms="fail, drop_group, retry or 'retry(5)'",
-    )
-    max_dropped: float = option(
-        0.01, "Share of prompts that drop_group may drop.", "reward_max_dropped", ge=0, lt=1
-    )
-    timeout_s: float = option(
-        300.0, "Seconds for a reward call, with all tries at servers.", "reward_timeout_s", gt=0
-    )
-    try_timeout_s: float = option(
-        60.0, "Seconds for one try at a server.", "reward_try_timeout_s", gt=0
-    )
-    memory_gib: float = option(
-        8.0, "Memory in GiB of a process for reward functions.", "reward_memory_gib", gt=0
-    )
-    num_workers: int | None = option(
-        None, "Such processes; unset: one a core, 4 to 16.", "reward_num_workers", ge=1
-    )
     clip_range: tuple[float, float] = option(
         (-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range"
     )
@@ -159,40 +107,12 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
         None, "Truncated samples: 0 to 1 scales their reward, below 0 replaces it.", le=1
     )
 
-    @property
-    def functions(self) -> tuple[str, ...]:
-        """Return the files, or functions in them, that the reward comes from; () of none."""
-        return tuple(name for name in self._named if FUNCTION.match(name))
 
-    @property
-    def is_callable(self) -> bool:
-        """Return True for functions of a Python program, which it passes itself."""
-        return (self.remote_url or "").startswith("callable:")
-
-    @property
-    def _named(self) -> list[str]:
-        names = (name.strip() for name in (self.remote_url or "").split(","))
-        return [name for name in names if name]
-
-    def problems(self) -> Iterator[str]:
-        """Report functions next to servers, and weights that do not match the models."""
-        if self.functions and len(self.functions) != len(self._named):
-            yield (
-                f"--remote_rm_url {self.remote_url} names functions and servers. Name functions "
-                "alone: one of them can ask a server."
-            )
-        elif not self.functions and not self.is_callable:
-            yield from super().problems()
-
-
-class RolloutConfig(StopConfig):
+class RolloutConfig(GenerationConfig):
     """`rollout.*`: how samples are made."""
 
     batch_size: int = option(
         1024, "Prompts a step.", "rollout_batch_size", gt=0, at_resume="refused"
-    )
-    micro_batch_size: int = option(
-        8, "Samples in one forward pass.", "micro_rollout_batch_size", gt=0
     )
     vllm_generate_batch_size: int | None = option(None, "Prompts at once; unset: a step's.", gt=0)
     n_samples_per_prompt: int = option(
@@ -203,16 +123,6 @@ class RolloutConfig(StopConfig):
         gt=0,
         at_resume="refused",
     )
-    max_new_tokens: int = option(
-        1024,
-        "Most tokens in a response.",
-        "generate_max_len",
-        "max_completion_length",
-        "max_new_tokens",
-        gt=0,
-    )
-    temperature: float = option(1.0, "Sampling temperature.", gt=0)
-    top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
     max_tokens_per_gpu: int | None = option(
         None, "Tokens in a forward pass; unset: as training.", "rollout_max_tokens_per_gpu", gt=0
     )
@@ -221,32 +131,16 @@ class RolloutConfig(StopConfig):
     )
 
 
-class VLLMConfig(Base):
+class VLLMConfig(EngineConfig):
     """`vllm.*`: the engines that generate."""
 
-    num_engines: int | None = option(
-        None,
-        "Engines; unset: one for each rank group of the actor (train_ppo: none); 0: the actor "
-        "generates itself.",
-        "vllm_num_engines",
-        ge=0,
-    )
-    tensor_parallel_size: int = option(1, "GPUs of an engine.", "vllm_tensor_parallel_size", ge=1)
     sync_backend: Literal["nccl", "gloo"] = option(
         "nccl", "Transport of weights.", "vllm_sync_backend"
     )
     sync_with_ray: bool = switch(
         "Send weights through Ray, where NCCL and gloo cannot connect.", "vllm_sync_with_ray"
     )
-    enable_prefix_caching: bool = switch("Cache common prefixes between weight updates.")
-    enforce_eager: bool = switch("No CUDA graphs.")
     enable_sleep: bool = switch("Engines give memory to training.", "vllm_enable_sleep")
-    gpu_memory_utilization: float = option(
-        0.95, "Part of GPU memory an engine takes.", "vllm_gpu_memory_utilization", gt=0, le=1
-    )
-    timeout_s: float = option(
-        300.0, "Seconds for the next token or sign of life of an engine.", "engine_timeout_s", gt=0
-    )
 
 
 class AdvantageConfig(Base):
@@ -392,7 +286,7 @@ class AlgoConfig(Base):
     dynamic_filtering_max_empty: int = option(10, "Batches without a group before stopping.", gt=0)
 
 
-class PPOTrainConfig(TrainConfig):
+class PPOTrainConfig(TrainConfig, AgentsConfig):
     """`train.*`: steps, memory and placement."""
 
     max_epochs: int = option(1, "Passes over a step's samples.", gt=0, at_resume="refused")
@@ -410,35 +304,14 @@ class PPOTrainConfig(TrainConfig):
     async_queue_size: int = option(
         1, "Most updates a sample may be behind.", env="OPENRLHF_ASYNC_QUEUE_SIZE", gt=0
     )
-    async_num_tasks: int = option(128, "Agents of an engine.", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0)
     partial_rollout_enable: bool = switch(
         "Weights change under running samples instead of after them.", "partial_rollout"
     )
-    agent_func_path: str | None = option(
-        None, "A .py file with AgentExecutor, or file.py:name of an environment.", opens="code"
-    )
-    agent_timeout_s: float = option(3600.0, "Seconds for an agent's whole episode.", gt=0)
 
 
-class PPODataConfig(TextDataConfig):
+class PPODataConfig(PromptDataConfig):
     """`data.*`: where prompts come from."""
 
-    prompt_dataset: str | None = option(
-        None,
-        "Prompts: hub ids or paths, with commas between.",
-        "prompt_data",
-        "dataset_name",
-        needed="prompt data",
-        opens="data",
-    )
-    prompt_probs: str | None = option(
-        None, "Mixing probabilities, with commas; unset: one after the other.", "prompt_data_probs"
-    )
-    prompt_split: str = option("train", "Split of the prompts.")
-    max_len: int | None = option(
-        None, "Most tokens of prompt + response; unset: both limits.", gt=0
-    )
-    label_key: str | None = option(None, "Column handed to the reward function.")
     pretrain_dataset: str | None = option(
         None, "Text whose language-modelling loss is mixed in.", "pretrain_data", opens="data"
     )
@@ -450,18 +323,15 @@ class PPODataConfig(TextDataConfig):
     )
 
 
-class PPOLoggerConfig(LoggerConfig):
+class PPOLoggerConfig(LoggerConfig, SampleLoggerConfig):
     """`logger.*` of RL: what is shown and kept of single steps, too."""
 
-    print_samples: int = option(
-        2, "Samples shown at each evaluation and every 10th step; 0: none.", ge=0
-    )
     dump_steps: tuple[int, ...] | None = option(
         None, "Steps kept for `openrlhf replay`, with commas between.", "dump"
     )
 
 
-class PPOConfig(RunConfig):
+class PPOConfig(GenerationRunConfig, TrainingRunConfig):
     """Reinforcement learning: PPO, REINFORCE++, RLOO, GRPO and their kin."""
 
     essentials: ClassVar[tuple[str, ...]] = (
@@ -487,13 +357,12 @@ class PPOConfig(RunConfig):
     algo: AlgoConfig = AlgoConfig()
     train: PPOTrainConfig = PPOTrainConfig(micro_batch_size=4)
     data: PPODataConfig = PPODataConfig(input_template=None, max_samples=100_000_000)
-    ds: DeepSpeedConfig = DeepSpeedConfig()
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_ppo_ray")
     logger: PPOLoggerConfig = logger_of("openrlhf_train_ppo", "ppo", PPOLoggerConfig)
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Report group size, placement, checkpointing of the critic and room for the prompt, and
-        the bound of a divergence.
+        """Fill in group size, placement, checkpointing of the critic, and the bound of a
+        divergence.
         """
         yield from super().derived()
         if self.has_group_estimator and not is_given(self, "rollout.n_samples_per_prompt"):
@@ -502,8 +371,6 @@ class PPOConfig(RunConfig):
         for name in ("gradient_checkpointing_enable", "gradient_checkpointing_reentrant"):
             if not is_given(self, f"critic.{name}"):
                 yield f"critic.{name}", getattr(self.actor, name)
-        if self.data.max_len is not None:
-            yield from self._shares_of_total_length(self.data.max_len)
         threshold = "algo.advantage.is_correction_threshold"
         bound = DIVERGENCE_BOUNDS.get(self.algo.advantage.is_correction_gating)
         if bound is not None and not is_given(self, threshold):
@@ -519,14 +386,6 @@ class PPOConfig(RunConfig):
             for role in group if typed else ():
                 if role not in typed:
                     yield f"{role}.{name}", shapes[typed[0]]
-
-    def _shares_of_total_length(self, total: int) -> Iterator[tuple[str, object]]:
-        has_prompt = is_given(self, "data.prompt_max_len")
-        if not is_given(self, "rollout.max_new_tokens"):
-            room = total - self.data.prompt_max_len if has_prompt else total // 2
-            yield "rollout.max_new_tokens", max(1, min(self.rollout.max_new_tokens, room))
-        if not has_prompt:
-            yield "data.prompt_max_len", max(1, total - self.rollout.max_new_tokens)
 
     @property
     def has_group_estimator(self) -> bool:
@@ -547,11 +406,6 @@ class PPOConfig(RunConfig):
         return self.algo.kl.init_coef > 0
 
     @property
-    def has_policy_ranks(self) -> bool:
-        """Return True if the policy is held by ranks, beside the engines."""
-        return True
-
-    @property
     def policy_path(self) -> str:
         """Return the model that is trained."""
         path = self.actor.model_name_or_path
@@ -561,13 +415,34 @@ class PPOConfig(RunConfig):
     @property
     def critic_source(self) -> str | None:
         """Return the model of the critic: its own, else the first reward model, else the policy."""
-        named = (self.critic.model_name_or_path, *self.reward.model_paths)
-        return next(filter(None, named), self.actor.model_name_or_path)
+        named = (self.critic.model_name_or_path, *self.reward.model_paths, self.policy_path)
+        return next(filter(None, named)) if self.has_critic else None
+
+    @property
+    def placed(self) -> dict[str, PlacementConfig]:
+        sections: dict[str, PlacementConfig] = {"actor": self.actor}
+        if self.has_reference:
+            sections["ref"] = self.ref
+        sections |= super().placed
+        return sections | ({"critic": self.critic} if self.has_critic else {})
+
+    @property
+    def colocates_all(self) -> bool:
+        return self.train.colocate_all
 
     @property
     def engines_share_devices(self) -> bool:
-        """Return True if models and engines take turns on the same devices."""
         return self.train.colocate_all and not self.train.async_enable
+
+    @property
+    def exports_average(self) -> bool:
+        return self.train.enable_ema
+
+    @property
+    def scoring_budget(self) -> int | None:
+        train = self.train
+        budget = self.rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
+        return budget if train.dynamic_batch_enable else None
 
     @property
     def rewards_take_turns(self) -> bool:
@@ -587,9 +462,8 @@ class PPOConfig(RunConfig):
             yield ("critic", "reward")
 
     def problems(self) -> Iterator[str]:
-        """Report problems of rewards, samples, lengths, placement and asynchronous training."""
+        """Report problems of samples, placement and asynchronous training."""
         yield from super().problems()
-        yield from self._reward_problems()
         yield from self._sample_problems()
         yield from self.algo.advantage.problems()
         yield from self.ds.problems(self.actor, self.critic)
@@ -602,25 +476,6 @@ class PPOConfig(RunConfig):
                 "evaluations are the first and the last. Type how many steps are between two: "
                 "--eval_steps 10."
             )
-
-    def _reward_problems(self) -> Iterator[str]:
-        sources = {
-            "--reward_pretrain": self.reward.model_name_or_path,
-            "--remote_rm_url": self.reward.remote_url,
-            "--agent_func_path": self.train.agent_func_path,
-        }
-        named = [f"{flag} {source}" for flag, source in sources.items() if not is_blank(source)]
-        if not named:
-            yield (
-                "There is no reward. Type --reward_pretrain with a model, "
-                "--remote_rm_url with a .py file or a URL, or --agent_func_path."
-            )
-        if len(named) > 1:
-            yield (
-                f"{' and '.join(named)} both give rewards. Leave one out (--critic_pretrain names "
-                "the model that a critic starts from)."
-            )
-        yield from self.reward.problems()
 
     def _sample_problems(self) -> Iterator[str]:
         estimator, gamma = self.algo.advantage.estimator, self.algo.advantage.gamma
@@ -640,12 +495,6 @@ class PPOConfig(RunConfig):
                 f"(--rollout_batch_size {prompts} x --n_samples_per_prompt {group}). Type "
                 f"--train_batch_size {num_samples} or "
                 f"--rollout_batch_size {-(-batch_size // group)}."
-            )
-        total, wanted = self.data.max_len, self.data.prompt_max_len + self.rollout.max_new_tokens
-        if total is not None and total < wanted:
-            yield (
-                f"--max_len {total} is less than --prompt_max_len {self.data.prompt_max_len} + "
-                f"--generate_max_len {self.rollout.max_new_tokens}. Type --max_len {wanted}."
             )
 
     def _shape_problems(self) -> Iterator[str]:

@@ -12,14 +12,13 @@ from openrlhf.config.base import Base, OwnFunction, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
-    DeepSpeedConfig,
     EvalConfig,
     LoggerConfig,
     ModelConfig,
     OptimizerConfig,
-    RunConfig,
     TextDataConfig,
     TrainConfig,
+    TrainingRunConfig,
     clashes,
     logger_of,
 )
@@ -99,13 +98,11 @@ STEP_TOKENS = ("model.placeholder_token", "model.reward_tokens")
 START = "--pretrain Qwen/Qwen2.5-0.5B-Instruct --save_path ./output/run"
 
 
-class SupervisedConfig(RunConfig, OptimizerConfig):
+class SupervisedConfig(TrainingRunConfig, OptimizerConfig):
     """Top of every supervised trainer's tree; each has its own defaults."""
 
     model: ModelConfig = ModelConfig()
     data: DatasetConfig = DatasetConfig()
-    train: TrainConfig = TrainConfig()
-    ds: DeepSpeedConfig = DeepSpeedConfig()
 
     def problems(self) -> Iterator[str]:
         """Report weights that cannot be trained as they are held, and losses without a gradient."""

@@ -4,7 +4,7 @@ Files and columns are checked without a model or a tokenizer.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ from datasets import Dataset
 
 from openrlhf.config.base import Base, is_given
 from openrlhf.config.common import TextDataConfig
-from openrlhf.config.ppo import PPOConfig, PPODataConfig
+from openrlhf.config.generation import GenerationRunConfig, PromptDataConfig
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import (
     DatasetConfig,
@@ -95,24 +96,31 @@ def _reading(config: SupervisedConfig) -> tuple[type[TokenizedDataset], RowForma
     return kind, _answered_format(config.data, **more)
 
 
+def prompt_data(config: GenerationRunConfig) -> DataSet:
+    """Return the prompts that get samples."""
+    data = config.data
+    options = _options(data, config.train.seed, data.prompt_split)
+    form = _prompt_format(data, label_key=data.label_key)
+    options |= _expected(data, data.prompt_probs)
+    return DataSet(data.prompt_dataset or "", options, PromptDataset, form)
+
+
 def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
     """Yield prompts and, where they are named, those of the evaluation and pre-training text."""
-    data, held_out, prompts = config.data, config.eval, config.data.prompt_dataset or ""
-    form = _prompt_format(data, label_key=data.label_key)
+    data, held_out, prompts = config.data, config.eval, prompt_data(config)
     options = partial(_options, data, config.train.seed)
-    named = options(data.prompt_split) | _expected(data, data.prompt_probs)
-    yield DataSet(prompts, named, PromptDataset, form)
+    yield prompts
     if held_out.dataset:
-        is_training = (held_out.dataset, held_out.split) == (prompts, data.prompt_split)
-        others = named if is_training else options(held_out.split)
-        yield DataSet(held_out.dataset, others, PromptDataset, form, EVALUATION)
+        is_training = (held_out.dataset, held_out.split) == (prompts.spec, data.prompt_split)
+        others = prompts.options if is_training else options(held_out.split)
+        yield replace(prompts, spec=held_out.dataset, options=others, about=EVALUATION)
     if data.pretrain_dataset and config.actor.ptx_coef != 0:
         texts = options(data.pretrain_split) | {"probs": data.pretrain_probs}
         form = RowFormat(  # cut at the length of prompt and response together
             input_key=_if_given(data, "pretrain_key"),
             text_flag="--pretrain_key",
             pretrain_mode=True,
-            max_len=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
+            max_len=config.total_len,
             overlong="truncate",
             allow_special_tokens=data.allow_special_tokens,
         )
@@ -157,7 +165,7 @@ def _if_given(settings: Base, name: str) -> Any:
     return getattr(settings, name) if is_given(settings, name) else None
 
 
-def _options(data: DatasetConfig | PPODataConfig, seed: int, split: str) -> dict[str, Any]:
+def _options(data: DatasetConfig | PromptDataConfig, seed: int, split: str) -> dict[str, Any]:
     """Return the options of `load_rows` for a data set of a command."""
     caps = {"max_samples": data.max_samples, "seed": seed, "duplicate_ids": data.duplicate_ids}
     return {"split": split, **caps}

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from openrlhf.config.cli import check_settings, read_resolved, settings_of
-from openrlhf.config.common import CheckpointConfig, RunConfig
+from openrlhf.config.common import CheckpointConfig, TrainingRunConfig
 from openrlhf.config.local_paths import MODEL_FILES, reads_from
 from openrlhf.distributed import folders
 from openrlhf.distributed.collectives import is_main, on_main, together
@@ -229,7 +229,7 @@ class RunCheckpoints:
         """Return the step the run goes on from; None: it starts new."""
         return None if self.saved is None else self.saved.step
 
-    def find_saved(self, command: RunConfig | None) -> None:
+    def find_saved(self, command: TrainingRunConfig | None) -> None:
         """Find the checkpoint that the run goes on from; all ranks call. Raises as
         `open_checkpoints` does.
         """
@@ -286,7 +286,7 @@ class RunCheckpoints:
 
         return on_main(look)
 
-    def clear_folder(self, run_dir: Path, command: RunConfig) -> None:
+    def clear_folder(self, run_dir: Path, command: TrainingRunConfig) -> None:
         """Move what an earlier run left in `run_dir` aside, unless this run goes on from it; the
         main rank calls, once the models are loaded.
         """
@@ -430,7 +430,7 @@ def warn_on_main(line: str) -> None:
 
 
 def open_checkpoints(
-    config: CheckpointConfig, data: DataFacts, command: RunConfig | None = None
+    config: CheckpointConfig, data: DataFacts, command: TrainingRunConfig | None = None
 ) -> RunCheckpoints:
     """Tidy the checkpoint root and find what the run goes on from; all ranks call.
 

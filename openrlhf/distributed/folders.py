@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from openrlhf.config.common import CheckpointConfig
+from openrlhf.config.common import RunFolderConfig
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.console import warn
 from openrlhf.utils.run_folder import ENDED_FILE, HOLDER_FILE, POLICY, RECORDS, holds_a_run
@@ -136,16 +136,14 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def holding_folders(config: CheckpointConfig) -> Iterator[None]:
-    """Hold the run folder, and the checkpoint root where the run uses it, until the block ends.
+def holding_folders(config: RunFolderConfig) -> Iterator[None]:
+    """Hold the folders that the run writes to until the block ends.
 
     Raises ConfigError where another run holds one of them.
     """
-    is_same = os.path.realpath(config.output_dir) == os.path.realpath(config.path)
     with ExitStack() as held:
-        held.enter_context(holding(Path(config.output_dir), "--save_path"))
-        if config.uses_root and not is_same:
-            held.enter_context(holding(Path(config.path), "--ckpt_path"))
+        for flag, path in config.folders.items():
+            held.enter_context(holding(Path(path), flag))
         yield
 
 

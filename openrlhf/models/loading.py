@@ -94,7 +94,7 @@ def read_configs(
                 facts,
                 path,
                 command.ds,
-                has_token_budget=command.train.dynamic_batch_enable,
+                has_token_budget=command.trains and command.train.dynamic_batch_enable,
                 has_router_loss=has_router_loss and path == paths[0],
             )
     if paths[0] in found and command.ds.lora.rank:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.generation import RewardSourceConfig
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import (
     TRUNCATED_COLUMN,
@@ -60,16 +60,16 @@ class FailurePolicy:
     retry_wait_s: float = 1.0  # before the first retry; doubles with each
 
     @classmethod
-    def of(cls, config: PPOConfig) -> "FailurePolicy":
+    def of(cls, reward: RewardSourceConfig, step_size: int) -> "FailurePolicy":
         """Return the policy of a run: "fail", "drop_group", "retry" or "retry(5)"."""
-        name, num_retries = config.reward.failure, 0
+        name, num_retries = reward.failure, 0
         if name.startswith("retry"):
             num_retries = int(name[6:-1] or NUM_RETRIES)
         return cls(
-            step_size=config.rollout.batch_size,
+            step_size=step_size,
             drops=name == "drop_group",
             num_retries=num_retries,
-            max_dropped=config.reward.max_dropped,
+            max_dropped=reward.max_dropped,
         )
 
     def check_dropped(self, reasons: Sequence[str], *, of: str = "a step") -> None:

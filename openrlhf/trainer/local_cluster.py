@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.distributed.collectives import shut_down
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
@@ -32,7 +32,7 @@ class Cluster:
 
 @contextmanager
 def local_cluster(
-    config: PPOConfig, classes: Mapping[str, type], *, run_dir: str, resume_step: int
+    config: GenerationRunConfig, classes: Mapping[str, type], *, run_dir: str, resume_step: int
 ) -> Iterator[Cluster]:
     """Start one rank of every role and at most one engine in this process; end them at last."""
     dtype = policy_dtype(config, has_gpus=torch.cuda.is_available())
@@ -49,38 +49,38 @@ def local_cluster(
         yield Cluster(local_demands(config, classes), None, dtype, groups, engines)
 
 
-def local_demands(config: PPOConfig, roles: Iterable[str]) -> list[RoleDemand]:
+def local_demands(config: GenerationRunConfig, roles: Iterable[str]) -> list[RoleDemand]:
     """Return the demands of all roles of a run in this process, and of its engine."""
     engines = ["vllm"] * (config.vllm.num_engines or 0)
     return [RoleDemand(role, 1, "this process") for role in [*roles, *engines]]
 
 
 def engine_config(
-    config: PPOConfig, *, dtype: torch.dtype, resume_step: int = 0, executor: str = "mp"
+    config: GenerationRunConfig, *, dtype: torch.dtype, resume_step: int = 0, executor: str = "mp"
 ) -> dict[str, Any]:
     """Return vLLM's settings for this run, with the trainer's type of the policy.
 
     A run that goes on from a step draws other numbers than its beginning drew.
     """
-    vllm, data, num_samples = config.vllm, config.data, config.rollout.n_samples_per_prompt
+    vllm, num_samples = config.vllm, config.rollout.n_samples_per_prompt
     return {
         "model": config.policy_path,
         "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
+        "max_model_len": config.total_len,
         "max_num_seqs": MAX_NUM_SEQS,
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
         # The samples of a prompt share its prefix through the cache.
         "enable_prefix_caching": vllm.enable_prefix_caching or num_samples > 1,
         "enforce_eager": vllm.enforce_eager,
-        "enable_sleep_mode": vllm.enable_sleep and config.engines_share_devices,
+        "enable_sleep_mode": config.engines_share_devices and vllm.enable_sleep,
         "seed": config.train.seed + SEED_STRIDE * resume_step,
         "trust_remote_code": config.trust_remote_code,
         "distributed_executor_backend": executor,
     }
 
 
-def policy_dtype(config: PPOConfig, *, has_gpus: bool) -> torch.dtype:
+def policy_dtype(config: GenerationRunConfig, *, has_gpus: bool) -> torch.dtype:
     """Return the type in which ranks hold the policy, which may be on other machines."""
     facts = load_config(config.policy_path, trust_remote_code=config.trust_remote_code)
     return resolve_dtype(config.ds.param_dtype, facts, device_type="cuda" if has_gpus else "cpu")

@@ -1,6 +1,6 @@
 """The checked inputs of an RL run, and the prompts it had to leave out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +22,12 @@ class RunInputs:
     prompts: PromptDataset
     eval_prompts: PromptDataset | None
     texts: SFTDataset | None  # pre-training text that is mixed in
-    reward_source: RewardSource | None  # a function file or servers; None: local models
     sampling: SamplingSettings
     eval_sampling: SamplingSettings
-    updates: list[int]  # optimizer steps of every rollout batch
-    pass_rate: str | None  # by which evaluations are compared; None: there are none
     vocab_size: int
+    reward_source: RewardSource | None = None  # functions or servers; None: local models, agents
+    updates: Sequence[int] = (0,)  # optimizer steps of every rollout batch
+    pass_rate: str | None = None  # by which evaluations are compared; None: there are none
 
 
 def say_dropped(failed: Mapping[int, str], prompts: PromptDataset) -> None:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 from openrlhf.config.base import CommandConfig, with_value
-from openrlhf.config.common import RunConfig
+from openrlhf.config.common import TrainingRunConfig
 from openrlhf.config.local_paths import is_hub_id, named_things
 from openrlhf.errors import ConfigError, first_line
 
@@ -23,7 +23,7 @@ HUB_TIMEOUT_S = 10.0  # for its first answer
 def library_problems(config: CommandConfig) -> Iterator[str]:
     """Yield a line for each optional library that is asked for and not there."""
     asked = {"modelscope": ("--use_ms", config.use_ms)}
-    if isinstance(config, RunConfig):
+    if isinstance(config, TrainingRunConfig):
         asked["trackio"] = ("--use_trackio", config.logger.trackio)
         asked["mlflow"] = ("--use_mlflow", config.logger.mlflow)
     for library, (flag, is_asked) in asked.items():

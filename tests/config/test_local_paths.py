@@ -53,10 +53,10 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
         "--gamma must be at most 1.0: 2. Type a value at most 1.0.",
         "not yet implemented: --max_images_per_prompt (vision-language models). Leave it out.",
         f"--eval_dataset /gone/rows does not exist. {DATA_REMEDY}",
-        f"--pretrain ./none does not exist. {MODEL_REMEDY}",
-        f"--critic_pretrain {Path.home()}/no-such-model does not exist. {MODEL_REMEDY}",
         "--remote_rm_url gone.py does not exist. Type the path of a .py file.",
         f"--prompt_data gone.jsonl does not exist. {DATA_REMEDY}",
+        f"--pretrain ./none does not exist. {MODEL_REMEDY}",
+        f"--critic_pretrain {Path.home()}/no-such-model does not exist. {MODEL_REMEDY}",
     ]
 
 

@@ -172,9 +172,8 @@ def test_failures_are_tried_again_as_often_as_asked() -> None:
 
 def test_the_policy_is_read_from_the_flag() -> None:
     def policy(flags: str) -> FailurePolicy:
-        words = "--pretrain m --prompt_data d --remote_rm_url r.py --rollout_batch_size 4 "
-        words += f"--train_batch_size 4 {flags}"
-        return FailurePolicy.of(parse_config(PPOConfig, words.split()).config)
+        words = f"--pretrain m --prompt_data d --remote_rm_url r.py {flags}"
+        return FailurePolicy.of(parse_config(PPOConfig, words.split()).config.reward, 4)
 
     fail = FailurePolicy(4, max_dropped=0.01)
     assert policy("--reward_failure fail") == fail

@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import ConfigError, EngineError
 from openrlhf.rollout.agents.channel import ParentChannel
@@ -376,14 +376,15 @@ def add_metrics(result: EpisodeResult, metrics: Metrics) -> None:
         metrics.add(f"extra/{name}", value)
 
 
-def agent_setup(config: PPOConfig, tokenizer: Tokenizer, *, vocab_size: int) -> AgentSetup:
+def agent_setup(
+    config: GenerationRunConfig, tokenizer: Tokenizer, *, vocab_size: int
+) -> AgentSetup:
     """Return what the agents of a run are told."""
-    data = config.data
     return AgentSetup(
         str(config.train.agent_func_path),
         tokenizer,
         vocab_size,
-        max_length=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
+        max_length=config.total_len,
         num_tasks=config.train.async_num_tasks,
         step_timeout_s=config.reward.timeout_s,
         episode_timeout_s=config.train.agent_timeout_s,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.errors import ConfigError
 
 COLOCATED_POOL = "shared by all"
@@ -34,15 +34,7 @@ class ClusterView:
         return self.num_gpus > 0
 
 
-def reward_roles(config: PPOConfig) -> dict[str, str]:
-    """Return role and path of each local reward model: "reward", or "reward1" and on of several."""
-    paths = config.reward.model_paths
-    if len(paths) == 1:
-        return {"reward": paths[0]}
-    return {f"reward{k}": path for k, path in enumerate(paths, start=1)}
-
-
-def role_demands(config: PPOConfig, cluster: ClusterView) -> list[RoleDemand]:
+def role_demands(config: GenerationRunConfig, cluster: ClusterView) -> list[RoleDemand]:
     """Return the demand of every role, engines last: as many ranks as asked for, else all GPUs of a
     node, else one CPU rank.
 
@@ -50,17 +42,11 @@ def role_demands(config: PPOConfig, cluster: ClusterView) -> list[RoleDemand]:
     """
     ds = config.ds
     per_node = cluster.max_gpus_per_node if cluster.has_gpus else ds.ranks_per_share
-    sections = {"actor": config.actor} if config.has_policy_ranks else {}
-    if config.has_reference:
-        sections["ref"] = config.ref
-    sections |= dict.fromkeys(reward_roles(config), config.reward)
-    if config.has_critic:
-        sections["critic"] = config.critic
     ranks = {
         role: section.num_nodes * (section.num_gpus_per_node or per_node)
-        for role, section in sections.items()
+        for role, section in config.placed.items()
     }
-    if config.train.colocate_all:
+    if config.colocates_all:
         ranks = dict.fromkeys(ranks, ranks["actor"])
     num_engines = config.vllm.num_engines
     if num_engines is None:
@@ -68,7 +54,7 @@ def role_demands(config: PPOConfig, cluster: ClusterView) -> list[RoleDemand]:
         num_engines = max(ranks["actor"] // tp, 1) if cluster.has_gpus else 1
     unset = [
         role
-        for role, section in sections.items()
+        for role, section in config.placed.items()
         if role not in TRAINED_ROLES and section.num_gpus_per_node is None
     ]
     pools = pools_of(config, ranks)
@@ -83,7 +69,7 @@ def role_demands(config: PPOConfig, cluster: ClusterView) -> list[RoleDemand]:
             raise ConfigError(
                 f"{role}: {count} rank(s) cannot be divided by --ring_attn_size "
                 f"{ds.ring_attn_size} x --ds_tensor_parallel_size {ds.tensor_parallel_size}. Type "
-                f"--{role.rstrip('0123456789')}_num_gpus_per_node {ds.ranks_per_share}."
+                f"--{section_of(role)}_num_gpus_per_node {ds.ranks_per_share}."
             )
     return demands
 
@@ -103,17 +89,16 @@ def _ranks_that_fit(
     return {role: min(num_ranks, num_each) for role, num_ranks in own.items()} if num_each else {}
 
 
-def pools_of(config: PPOConfig, roles: Iterable[str]) -> dict[str, str]:
+def pools_of(config: GenerationRunConfig, roles: Iterable[str]) -> dict[str, str]:
     """Return the pool of every role's devices: roles of one pool share them."""
-    train = config.train
-    pools = {role: role for role in roles}
-    if train.colocate_actor_ref and "ref" in pools:
-        pools["ref"] = "actor"
-    if train.colocate_critic_reward and "critic" in pools:
-        pools |= dict.fromkeys(reward_roles(config), "critic")
-    if train.colocate_all:
-        pools = dict.fromkeys(pools, COLOCATED_POOL)
-    return pools
+    first_of = {name: first for first, *others in config.colocated_groups() for name in others}
+    pools = {role: first_of.get(section_of(role), role) for role in roles}
+    return dict.fromkeys(pools, COLOCATED_POOL) if config.colocates_all else pools
+
+
+def section_of(role: str) -> str:
+    """Return the section of the config that a role is of: "reward" for "reward2"."""
+    return role.rstrip("0123456789")
 
 
 def pool_sizes(demands: Sequence[RoleDemand]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.trainer.local_cluster import Cluster, engine_config, policy_dtype
 from openrlhf.trainer.ppo_utils.demands import role_demands
 from openrlhf.trainer.ray.launcher import RayActorGroup, RaySession, ray_session
@@ -18,7 +18,7 @@ from openrlhf.utils.progress import progress
 
 @contextmanager
 def ray_cluster(
-    config: PPOConfig, classes: Mapping[str, type], *, run_dir: str, resume_step: int
+    config: GenerationRunConfig, classes: Mapping[str, type], *, run_dir: str, resume_step: int
 ) -> Iterator[Cluster]:
     """Start groups and engines as actors on the Ray cluster; end them at last, and give their
     places back.
@@ -33,7 +33,7 @@ def ray_cluster(
         dtype = policy_dtype(config, has_gpus=view.has_gpus)
         # Phases take turns: one role at a time may use all cores. Engines and trainer, where both
         # run at once, share them.
-        num_at_once = 2 if config.train.async_enable else 1
+        num_at_once = 2 if config.trains and config.train.async_enable else 1
         slots, place_groups = place(demands, view, num_roles_at_once=num_at_once)
         for place_group in place_groups:
             at_the_end(remove_placement_group, place_group)
@@ -64,7 +64,7 @@ def ray_cluster(
 
 
 def _watched(
-    config: PPOConfig,
+    config: GenerationRunConfig,
     session: RaySession,
     groups: Iterable[RayActorGroup],
     engines: Iterable[RayEngine],

@@ -18,7 +18,7 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.errors import (
     ConfigError,
     EngineError,
@@ -232,7 +232,7 @@ class RayActorGroup(WorkerGroup):
     def __init__(
         self,
         worker_class: type,
-        config: PPOConfig,
+        config: GenerationRunConfig,
         slots: Sequence[dict[str, Any]],
         *,
         role: str,

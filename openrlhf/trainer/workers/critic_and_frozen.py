@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from openrlhf.algorithms.policy_loss import value_loss
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.engines.own_generate import OwnGenerate
@@ -60,6 +61,7 @@ class CriticModelActor(TrainedWorker):
 class ReferenceModelActor(ModelWorker):
     """One rank of the frozen reference policy."""
 
+    config: PPOConfig
     engine: EvalEngine
 
     def init_model(self) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.balancing import fixed_batches, token_budget_batches
 from openrlhf.algorithms.policy_loss import aggregate
+from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
 from openrlhf.distributed.collectives import all_gather_object, together, world_size
@@ -53,7 +54,12 @@ class ModelWorker:
     done_of: tuple[int, int | None] = (0, None)  # micro-batches of this loop: done, and in all
 
     def __init__(
-        self, config: PPOConfig, role: str, run_dir: str, rank: int = 0, num_ranks: int = 1
+        self,
+        config: GenerationRunConfig,
+        role: str,
+        run_dir: str,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         self.config, self.role, self.run_dir = config, role, run_dir
         self.rank, self.num_ranks = rank, num_ranks
@@ -115,12 +121,14 @@ class ModelWorker:
                 self.work = None
 
     def micro_batches(
-        self, seq_lengths: Sequence[int], micro_batch_size: int, max_tokens_per_gpu: int
+        self, seq_lengths: Sequence[int], micro_batch_size: int, budget: int | None
     ) -> list[list[int]]:
-        """Return the indices of each micro-batch; tokens count only with --use_dynamic_batch."""
-        if not self.config.train.dynamic_batch_enable or not seq_lengths:
+        """Return the indices of each micro-batch, of at most `budget` tokens a rank if there is
+        one.
+        """
+        if budget is None or not seq_lengths:
             return fixed_batches(len(seq_lengths), micro_batch_size)
-        return token_budget_batches(seq_lengths, max_tokens_per_gpu * self.config.ds.ring_attn_size)
+        return token_budget_batches(seq_lengths, budget * self.config.ds.ring_attn_size)
 
     @torch.no_grad()
     def forward_in_micro_batches(
@@ -129,10 +137,8 @@ class ModelWorker:
         """Run `forward` over a share and lay the results end to end in its order, on the CPU;
         `what` names them on a bar.
         """
-        rollout, train = self.config.rollout, self.config.train
-        max_tokens = rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
-        lengths = experience.seq_lengths.tolist()
-        parts = self.micro_batches(lengths, rollout.micro_batch_size, max_tokens)
+        size, budget = self.config.rollout.micro_batch_size, self.config.scoring_budget
+        parts = self.micro_batches(experience.seq_lengths.tolist(), size, budget)
         count = max(all_gather_object(len(parts)))
         outputs: list[Tensor] = []
         with self.working(what, count) as advance:
@@ -148,6 +154,7 @@ class ModelWorker:
 class TrainedWorker(ModelWorker):
     """One rank of a model with an optimizer; subclasses add the model and its loss."""
 
+    config: PPOConfig
     engine: TrainEngine
     model: Actor | CriticModel
     title: str  # of the model on a bar
@@ -224,7 +231,7 @@ class TrainedWorker(ModelWorker):
         """Return the loss of each micro-batch and the indices of its samples or texts: as many on
         every rank, with no indices where a rank has fewer than another.
         """
-        size, budget = self.config.train.micro_batch_size, self.config.train.max_tokens_per_gpu
+        size, budget = self.config.train.micro_batch_size, self.config.train.token_budget
         samples = self.micro_batches(step.experience.seq_lengths.tolist(), size, budget)
         texts = self.micro_batches([len(token_ids) for token_ids in step.texts], size, budget)
         # A step without samples still is an optimizer step.
