@@ -463,8 +463,8 @@ class GuardedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE:
-            self._expect_header()
+        if self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE:
+            self._expect_header()  # or the rest of a request that is answered already
         else:
             self._header_is_there()
 

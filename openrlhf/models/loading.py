@@ -115,14 +115,22 @@ def check_adapter(config: PretrainedConfig, command: CommandConfig) -> None:
 def empty_model(
     config: PretrainedConfig, command: CommandConfig, *, dtype: torch.dtype, scores: bool
 ) -> PreTrainedModel:
-    """Return a model without weights, with a scalar head if it scores."""
+    """Return a model without weights, with a scalar head if it scores; raise ConfigError if there
+    can be none.
+    """
     kind: Any = transformers.AutoModelForCausalLM
     if scores:
         kind, config = transformers.AutoModelForSequenceClassification, copy.deepcopy(config)
         config.num_labels, config.value_head_prefix = 1, HEAD
-    with torch.device("meta"):
-        trust = command.trust_remote_code
-        return kind.from_config(config, dtype=dtype, trust_remote_code=trust)
+    try:
+        with torch.device("meta"):
+            trust = command.trust_remote_code
+            return kind.from_config(config, dtype=dtype, trust_remote_code=trust)
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"The config.json of {config.name_or_path!r} makes no model: {type(error).__name__}: "
+            f"{first_line(error)}. Copy the model again."
+        ) from error
 
 
 def check_shapes(config: PretrainedConfig, path: str, command: CommandConfig) -> None:

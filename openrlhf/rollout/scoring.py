@@ -251,9 +251,10 @@ def say_arguments(shown: Shown, batch: RewardBatch) -> None:
             notice("\n".join([f"arguments of {function} for {batch.name_of(0)}", *lines]))
         read = [name for name in LABEL_NAMES if name in arguments]
         if any(arguments[name] == "''" for name in read) and not any(batch.labels):
+            columns = ", ".join(name for name in batch.columns if name != TRUNCATED_COLUMN)
             warn(
                 f"{function} reads {read[0]}, and every label is empty. Name their column with "
-                f"--label_key: {', '.join(batch.columns)}."
+                f"--label_key: {columns or 'the rows have no other column'}."
             )
 
 

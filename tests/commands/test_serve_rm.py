@@ -384,6 +384,22 @@ def test_headers_that_do_not_arrive_end_the_connection_at_the_deadline(reward_di
         assert len(impatient.server.server_state.connections) == 1
 
 
+def test_a_request_that_was_answered_before_its_end_does_not_hold_its_connection(reward_dir):
+    with (
+        serving(reward_dir, limits={"receive_timeout_s": 0.4}) as impatient,
+        socket.create_connection(impatient.place, timeout=10) as connection,
+    ):
+        connection.sendall(
+            b"POST /other HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 404 ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(8):  # what drips has no more time
+                connection.sendall(b"X")
+                time.sleep(0.1)
+        assert len(impatient.server.server_state.connections) == 0
+
+
 def test_one_address_holds_no_more_connections_than_allowed(reward_dir):
     with serving(reward_dir, limits={"max_connections_per_address": 3}) as guarded:
         held = [socket.create_connection(guarded.place, timeout=5) for _ in range(3)]

@@ -228,7 +228,7 @@ def test_the_first_batch_shows_the_arguments_of_a_sample_and_warns_of_empty_labe
     assert "\n  queries: '2+2=<think>a</think>\\\\boxed{4}<|end|>'\n" in out
     assert "\n  labels: ''\n  task: 'math'\n" in out
     assert "rewards reads labels, and every label is empty. Name their column with" in err
-    assert "--label_key: is_truncated, solution, task." in err
+    assert "--label_key: solution, task." in err
 
 
 @pytest.mark.slow

@@ -47,6 +47,21 @@ def test_more_layers_than_tensors_are_refused_and_not_built(model: Path, refuse)
     )
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_size", -1, "makes no model: RuntimeError: Trying to create tensor with negative"),
+        ("num_attention_heads", 0, "makes no model: ZeroDivisionError: integer division"),
+        ("hidden_act", "nope", "makes no model: KeyError: 'nope'. Copy the model again."),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused(
+    model: Path, refuse, field: str, value: object, message: str
+) -> None:
+    edit(model, **{field: value})
+    assert message in refusal(model, refuse)
+
+
 def test_an_index_that_leads_out_of_the_folder_is_refused(model: Path, refuse) -> None:
     weights = load_file(model / "model.safetensors")
     shutil.move(model / "model.safetensors", model.parent / "outside.safetensors")
