@@ -380,6 +380,21 @@ class StopConfig(Base):
     )
 
 
+class TokenChoiceConfig(Base):
+    """Which tokens may be sampled, where nothing is learnt from their log-probs."""
+
+    top_k: int = option(0, "Sample from the K likeliest tokens; 0: from all.", ge=0)
+    min_p: float = option(
+        0.0, "Sample from tokens of at least this part of the likeliest one's share.", ge=0, le=1
+    )
+    repetition_penalty: float = option(1.0, "Above 1: fewer repeated tokens.", gt=0)
+
+    @property
+    def token_choice(self) -> dict[str, float]:
+        """Return these settings by name."""
+        return {name: getattr(self, name) for name in TokenChoiceConfig.model_fields}
+
+
 class RewardModelsConfig(Base):
     """Several reward models, whose weighted scores are added."""
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from openrlhf.config.base import option
-from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
+from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig, TokenChoiceConfig
 from openrlhf.config.local_paths import names_in
 from openrlhf.config.ppo import (
     AdvantageConfig,
@@ -36,7 +36,7 @@ class EvaluatedDataConfig(PPODataConfig):
     )
 
 
-class EvaluatedRolloutConfig(RolloutConfig):
+class EvaluatedRolloutConfig(TokenChoiceConfig, RolloutConfig):
     """`rollout.*`: how samples are made."""
 
     n_samples_per_prompt: int = option(
@@ -107,6 +107,7 @@ class EvaluateConfig(PPOConfig):
         ),
         "rollout": (
             *("n_samples_per_prompt", "max_new_tokens", "temperature", "top_p"),
+            *("top_k", "min_p", "repetition_penalty"),
             *("stop", "stop_token_ids", "micro_batch_size"),
         ),
         "vllm": (

@@ -220,6 +220,11 @@ class RolloutConfig(StopConfig):
         1000, "Files of samples (one a step) that stay in the run folder.", flat=False, ge=1
     )
 
+    @property
+    def token_choice(self) -> dict[str, float]:
+        """Return no setting: the trainer's log-probs are those of all tokens."""
+        return {}
+
 
 class VLLMConfig(Base):
     """`vllm.*`: the engines that generate."""

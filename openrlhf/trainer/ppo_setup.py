@@ -37,6 +37,7 @@ from openrlhf.utils.own_functions import ESTIMATOR, POLICY_LOSS, check_function
 from openrlhf.utils.tokenizer import (
     Tokenizer,
     TokenTexts,
+    check_stop_ids,
     eos_token_ids,
     load_tokenizer,
     tokenizer_of,
@@ -114,17 +115,17 @@ def gather_inputs(
         if source is not None:
             source.close()
         return None
-    say_notices([*unused_sampling(config.policy_path), *prompts.notices])
+    rollout, held_out, trust = config.rollout, config.eval, config.trust_remote_code
+    say_notices([*unused_sampling(config.policy_path, rollout.token_choice), *prompts.notices])
     for data, about in ((eval_prompts, "evaluation: "), (texts, "--pretrain_data: ")):
         if data is not None:
             told = [*news(data.notices, prompts.notices), *repeats(data, prompts)]
             say_notices(told, about=about)
-    rollout, held_out = config.rollout, config.eval
-    trust = config.trust_remote_code
     sampling = SamplingSettings(
         num_samples=rollout.n_samples_per_prompt,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
+        **rollout.token_choice,  # type: ignore[arg-type]
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=eos_token_ids(config.policy_path, tokenizer, trust_remote_code=trust),
     ).stopping_at(rollout.stop, rollout.stop_token_ids)
@@ -281,6 +282,9 @@ def check_models(
         if name in config.reward.model_paths:
             gathered.attempt(partial(_check_head, config, name, facts))
         gathered.attempt(partial(_check_positions, config, name, facts))
+    if path in found:
+        size = found[path].get_text_config().vocab_size
+        gathered.attempt(partial(check_stop_ids, config.rollout.stop_token_ids, size))
     if path in found and has_engines:
         gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
         num_workers = config.vllm.tensor_parallel_size
