@@ -25,11 +25,19 @@ from openrlhf.datasets.chat import (
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import default_device_type, load_causal_lm, load_config
 from openrlhf.models.support import check_here, num_positions
-from openrlhf.utils.tokenizer import TextEncoder, chat_template_of, eos_token_ids, tokenizer_of
+from openrlhf.utils.tokenizer import (
+    TextEncoder,
+    chat_template_of,
+    check_stop_ids,
+    eos_token_ids,
+    tokenizer_of,
+    unused_sampling,
+)
 
 HELP = "Type /reset to start anew, exit to leave; Ctrl-C stops an answer, then the chat.\n"
 LEAVING = {"exit", "quit", "/exit", "/quit"}
 PROMPT = "> "
+CUTS = ("top_k", "min_p")
 ROOM_SHARE = 4  # at least a quarter of the context is kept for the response
 
 
@@ -51,7 +59,11 @@ class Chat:
         assert path is not None, "a model is needed"
         check_here(config.ds, trains=False)
         data, trust = config.data, config.trust_remote_code
-        limit = num_positions(load_config(path, trust_remote_code=trust))
+        facts = load_config(path, trust_remote_code=trust)
+        check_stop_ids(config.rollout.stop_token_ids, facts.get_text_config().vocab_size)
+        limit = num_positions(facts)
+        for line in unused_sampling(path, config.rollout.token_choice):
+            say(f"{line}\n")
         self.config = config
         self.max_len = min(data.max_len, limit or data.max_len)
         self.tokenizer = tokenizer_of(config, path)
@@ -129,7 +141,7 @@ class Chat:
             return
         rollout, chance = self.config.rollout, {}
         if not rollout.is_greedy:
-            chance = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": 0}
+            chance = {name: getattr(rollout, name) for name in ("temperature", "top_p", *CUTS)}
         stream = AnswerStream(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
             found = self._model.generate(

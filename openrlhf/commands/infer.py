@@ -57,7 +57,12 @@ from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.run_folder import BAD_ROWS_FILE
-from openrlhf.utils.tokenizer import eos_token_ids, tokenizer_of, unused_sampling
+from openrlhf.utils.tokenizer import (
+    check_stop_ids,
+    eos_token_ids,
+    tokenizer_of,
+    unused_sampling,
+)
 
 Row = dict[str, Any]
 # Settings that change neither the rows nor their order.
@@ -94,8 +99,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
         say_notices(task.samples.notices)
         write_bad_rows(Path(f"{output}.{BAD_ROWS_FILE}"), task.samples)
         if config.eval_task != "rm":
-            penalty = config.rollout.repetition_penalty
-            say_notices(unused_sampling(task.model_path, repetition_penalty=penalty))
+            say_notices(unused_sampling(task.model_path, config.rollout.token_choice))
         left = unfinished_items(task, parts)
     left = collectives.broadcast_object(left)
     if left:
@@ -204,6 +208,8 @@ class BatchTask:
 
 def check_model(config: BatchInferenceConfig, path: str, facts: PretrainedConfig) -> None:
     """Raise ConfigError for a model that cannot do the task here."""
+    if config.eval_task != "rm":
+        check_stop_ids(config.rollout.stop_token_ids, facts.get_text_config().vocab_size)
     if config.eval_task == "generate_vllm":
         instead = "--eval_task generate, which does without it"
         check_vllm_is_installed(instead=instead)
@@ -283,7 +289,7 @@ def sampling_of(task: BatchTask) -> SamplingSettings:
             task.model_path, task.tokenizer, trust_remote_code=config.trust_remote_code
         ),
         seed=config.seed,
-        repetition_penalty=rollout.repetition_penalty,
+        **rollout.token_choice,  # type: ignore[arg-type]
     ).stopping_at(rollout.stop, rollout.stop_token_ids)
 
 

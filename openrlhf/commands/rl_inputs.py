@@ -38,6 +38,7 @@ from openrlhf.utils.run_folder import LOGS
 from openrlhf.utils.tokenizer import (
     Tokenizer,
     TokenTexts,
+    check_stop_ids,
     eos_token_ids,
     load_tokenizer,
     tokenizer_of,
@@ -156,6 +157,7 @@ def sampling_of(config: GenerationRunConfig, tokenizer: Tokenizer) -> SamplingSe
         num_samples=rollout.n_samples_per_prompt,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
+        **rollout.token_choice,  # type: ignore[arg-type]
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=eos_token_ids(config.policy_path, tokenizer, trust_remote_code=trust),
     ).stopping_at(rollout.stop, rollout.stop_token_ids)
@@ -185,7 +187,9 @@ def with_rewards(
         if source is not None:
             with gathered:
                 source.check([TRUNCATED_COLUMN, *data[0].columns])
-    say_notices([*unused_sampling(config.policy_path), *prompts.notices])
+    say_notices(
+        [*unused_sampling(config.policy_path, config.rollout.token_choice), *prompts.notices]
+    )
     for more, about in ((held_out, "evaluation: "), (inputs.texts, "--pretrain_data: ")):
         if more is not None:
             told = [*news(more.notices, prompts.notices), *repeats(more, prompts)]
@@ -287,6 +291,10 @@ def check_models(
                 _check_head(config, name, facts)
         with gathered:
             _check_positions(config, name, facts)
+    if path in found:
+        with gathered:
+            size = found[path].get_text_config().vocab_size
+            check_stop_ids(config.rollout.stop_token_ids, size)
     if path in found and has_engines:
         with gathered:
             refuse_adapter(path, "--pretrain")

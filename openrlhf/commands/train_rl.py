@@ -278,7 +278,9 @@ def rollouts_of(
     *,
     never_pauses: bool = False,
 ) -> Rollouts:
-    """Return the maker of scored samples: engines and rewards, or agents that act through engines."""
+    """Return the maker of scored samples: engines and rewards, or agents that act through
+    engines.
+    """
     groups = cluster.groups
     samplers: Sequence[Sampler] = list(cluster.engines) or [
         BatchSampler(partial(groups["actor"].divide, PolicyModelActor.generate))

@@ -404,6 +404,21 @@ class StopConfig(Base):
     )
 
 
+class TokenChoiceConfig(Base):
+    """Which tokens may be sampled, where nothing is learnt from their log-probs."""
+
+    top_k: int = option(0, "Sample from the K likeliest tokens; 0: from all.", ge=0)
+    min_p: float = option(
+        0.0, "Sample from tokens of at least this part of the likeliest one's share.", ge=0, le=1
+    )
+    repetition_penalty: float = option(1.0, "Above 1: fewer repeated tokens.", gt=0)
+
+    @property
+    def token_choice(self) -> dict[str, float]:
+        """Return these settings by name."""
+        return {name: getattr(self, name) for name in TokenChoiceConfig.model_fields}
+
+
 class RewardModelsConfig(Base):
     """Several reward models, whose weighted scores are added."""
 
@@ -527,7 +542,9 @@ class TrainingRunConfig(RunConfig):
         return False
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Fill in the folder of TensorBoard, and the best model that early stopping compares with."""
+        """Fill in the folder of TensorBoard, and the best model that early stopping
+        compares with.
+        """
         yield from super().derived()
         if self.logger.tensorboard_dir == "true":
             named = os.environ.get("TENSORBOARD_LOGGING_DIR")

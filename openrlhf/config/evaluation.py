@@ -4,7 +4,12 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from openrlhf.config.base import option
-from openrlhf.config.common import DeepSpeedConfig, RunFolderConfig, SampleLoggerConfig
+from openrlhf.config.common import (
+    DeepSpeedConfig,
+    RunFolderConfig,
+    SampleLoggerConfig,
+    TokenChoiceConfig,
+)
 from openrlhf.config.generation import (
     EngineConfig,
     GenerationConfig,
@@ -33,7 +38,7 @@ class EvaluatedDataConfig(PromptDataConfig):
     )
 
 
-class EvaluatedRolloutConfig(GenerationConfig):
+class EvaluatedRolloutConfig(TokenChoiceConfig, GenerationConfig):
     """`rollout.*`: how samples are made."""
 
     n_samples_per_prompt: int = option(

@@ -116,6 +116,11 @@ class GenerationConfig(StopConfig):
     temperature: float = option(1.0, "Sampling temperature.", gt=0)
     top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
 
+    @property
+    def token_choice(self) -> dict[str, float]:
+        """Return no setting: the trainer's log-probs are those of all tokens."""
+        return {}
+
 
 class EngineConfig(Base):
     """`vllm.*`: the engines that generate."""

@@ -15,6 +15,7 @@ from openrlhf.config.common import (
     ModelConfig,
     RewardModelsConfig,
     StopConfig,
+    TokenChoiceConfig,
     clashes,
 )
 from openrlhf.config.supervised import ANSWERED, DatasetConfig
@@ -24,7 +25,7 @@ MIB = 1 << 20
 WEIGHTS = ("param_dtype", "attn_implementation", "load_in_4bit", "experts_implementation")
 
 
-class SamplingConfig(StopConfig):
+class SamplingConfig(TokenChoiceConfig, StopConfig):
     """`rollout.*`: how tokens are chosen."""
 
     greedy_sampling: bool = switch("Always the likeliest token.")
@@ -32,8 +33,6 @@ class SamplingConfig(StopConfig):
     temperature: float = option(
         1.0, "Sampling temperature; 0: greedy.", "temperature", "eval_temperature", ge=0
     )
-    repetition_penalty: float = option(1.0, "Above 1: fewer repeated tokens.", gt=0)
-
     max_new_tokens: int = option(
         1024, "Most tokens in a response.", "max_new_tokens", "generate_max_len", gt=0
     )
@@ -180,7 +179,7 @@ class ChatConfig(CommandConfig):
             *("input_template", "max_len", "ta_prompt"),
         ),
         "rollout": (
-            *("greedy_sampling", "top_p", "temperature", "repetition_penalty"),
+            *("greedy_sampling", "top_p", "temperature", "top_k", "min_p", "repetition_penalty"),
             *("stop", "stop_token_ids"),
         ),
         "ds": WEIGHTS,

@@ -395,7 +395,9 @@ class KDConfig(SupervisedConfig):
             yield "kd.max_new_tokens", min(self.kd.max_new_tokens, room)
 
     def problems(self) -> Iterator[str]:
-        """Report text without prompts to respond to, and responses that leave no room for a prompt."""
+        """Report text without prompts to respond to, and responses that leave no room for a
+        prompt.
+        """
         yield from super().problems()
         is_plain, answers = self.model.pretrain_mode_enable, self.kd.on_policy_enable
         has_template = is_plain and self.data.apply_chat_template

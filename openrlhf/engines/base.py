@@ -17,7 +17,9 @@ SEED_BITS = 63
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Sampling settings; `temperature` 0 is greedy."""
+    """Sampling settings; `temperature` 0 is greedy. Tokens are dropped by `min_p`, then `top_k`,
+    then `top_p`.
+    """
 
     num_samples: int = 1
     temperature: float = 1.0
@@ -26,6 +28,8 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()  # every id that ends a response (all EOS ids)
     seed: int | None = None
     repetition_penalty: float = 1.0  # above 1: tokens of prompt and response are less likely
+    top_k: int = 0  # 0: all tokens
+    min_p: float = 0.0  # of the likeliest token's probability
     stop: tuple[str, ...] = ()  # texts that end a response, behind the token that completes one
 
     def stopping_at(
@@ -59,7 +63,7 @@ class Completion:
     """A sampled response with its stop token; log-probs as the engine used them."""
 
     token_ids: tuple[int, ...]  # A ids
-    logprobs: tuple[float, ...]  # A log-probs at the sampling temperature, before top-p
+    logprobs: tuple[float, ...]  # A log-probs at the sampling temperature, before top-k and top-p
     finish_reason: str  # "stop" or "length"
     weight_version: int  # weights that sampled the last token
     # (index of the first token, version), where weights changed while it was sampled; else empty

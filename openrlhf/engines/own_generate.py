@@ -17,8 +17,10 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
+    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
@@ -99,7 +101,13 @@ class ChooseTokens(LogitsProcessor):
         """`uniform_RT`: float64 in [0, 1), at which distributions are inverted."""
         self.is_greedy = sampling.temperature == 0
         self.temperature = sampling.temperature or 1.0
-        self.cut = TopPLogitsWarper(sampling.top_p) if sampling.top_p < 1 else None
+        self.cuts = LogitsProcessorList()
+        if sampling.min_p > 0:
+            self.cuts.append(MinPLogitsWarper(sampling.min_p))
+        if sampling.top_k > 0:
+            self.cuts.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self.cuts.append(TopPLogitsWarper(sampling.top_p))
         self.uniform_RT = uniform_RT
         self.logprobs: list[Tensor] = []  # (R,) of every step
 
@@ -109,7 +117,7 @@ class ChooseTokens(LogitsProcessor):
         if self.is_greedy:
             tokens_R1 = scores.argmax(-1, keepdim=True)
         else:
-            kept_RV = logprobs_RV if self.cut is None else self.cut(input_ids, logprobs_RV)
+            kept_RV = self.cuts(input_ids, logprobs_RV)
             cumulative_RV = kept_RV.exp().cumsum(-1, dtype=torch.float64)
             uniform_R = self.uniform_RT[:, len(self.logprobs)]
             threshold_R1 = (uniform_R * cumulative_RV[:, -1])[:, None]

@@ -308,6 +308,8 @@ class VLLMEngine:
             n=1 if is_greedy else sampling.num_samples,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(sampling.stop_token_ids),

@@ -181,7 +181,9 @@ def resolve_dtype(
 
 
 def _options(path: str, config: PretrainedConfig, command: CommandConfig) -> dict[str, Any]:
-    """Return the arguments that make transformers load a model for packed rows, or for padded ones."""
+    """Return the arguments that make transformers load a model for packed rows, or for
+    padded ones.
+    """
     ds = command.ds
     dtype = resolve_dtype(ds.param_dtype, config)
     attention: str | None = ds.attention

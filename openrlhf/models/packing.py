@@ -62,7 +62,9 @@ class PackedRow:
 
     @cached_property
     def key_boundaries(self) -> tuple[Tensor, int]:
-        """Return the offsets of the sequences' keys, (B + 1,) int32, and the largest number of one."""
+        """Return the offsets of the sequences' keys, (B + 1,) int32, and the largest number
+        of one.
+        """
         if not self.num_earlier:
             return self.cu_seqlens, self.max_length
         cu_keys = self.cu_seqlens + self.num_earlier

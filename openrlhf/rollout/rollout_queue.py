@@ -265,7 +265,9 @@ def write_groups(folder: Path, groups: Sequence[Kept], sampling: SamplingSetting
 
 
 def read_groups(folder: Path, prompts: PromptDataset, sampling: SamplingSettings) -> list[Kept]:
-    """Return the groups that `write_groups` wrote; none where samples are made in another way now."""
+    """Return the groups that `write_groups` wrote; none where samples are made in another
+    way now.
+    """
     path = folder / GROUPS
     written, kept = torch.load(path, weights_only=True) if path.exists() else (None, [])
     groups = []

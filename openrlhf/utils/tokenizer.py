@@ -7,7 +7,7 @@ it does in a column of plain text, unless that is not trusted. Knows nothing of 
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OverdueError
 from functools import lru_cache, partial
@@ -155,6 +155,19 @@ def eos_token_ids(
     return tuple(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
 
 
+def outside_vocabulary(token_ids: Iterable[object], vocab_size: int) -> list[object]:
+    """Return what is no id of a vocabulary."""
+    return [i for i in token_ids if not isinstance(i, int) or not 0 <= i < vocab_size]
+
+
+def check_stop_ids(token_ids: Sequence[int] | None, vocab_size: int) -> None:
+    """Raise ConfigError for ends of responses that a model can never sample."""
+    if bad := outside_vocabulary(token_ids or (), vocab_size):
+        raise ConfigError(
+            f"--stop_token_ids {bad[0]} is no token of the model. Type ids of 0..{vocab_size - 1}."
+        )
+
+
 def names(template: str, name: str) -> bool:
     """Return True if a chat template has a word."""
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
@@ -183,23 +196,25 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(i for i, token in added if token.special) | {*tokenizer.all_special_ids}
 
 
-def unused_sampling(model_name_or_path: str, *, repetition_penalty: float = 1.0) -> list[str]:
-    """Return the line that names settings of a model's generation config which are not used."""
+def unused_sampling(model_name_or_path: str, chosen: Mapping[str, float]) -> list[str]:
+    """Return the line that names settings of a model's generation config which are not used;
+    `chosen` are those that the command has flags for.
+    """
     if (base := base_of_adapter(model_name_or_path)) is not None:
-        return unused_sampling(base, repetition_penalty=repetition_penalty)
+        return unused_sampling(base, chosen)
     try:
         given = transformers.GenerationConfig.from_pretrained(model_name_or_path)
     except OSError:  # not every model has one
         return []
-    used = {
-        "top_k": (None, 0),
-        "min_p": (None, 0),
-        "repetition_penalty": (None, repetition_penalty),
-    }
-    asked = {name: getattr(given, name) for name in used}
-    unused = [f"{name} {asked[name]:g}" for name, same in used.items() if asked[name] not in same]
-    where = f"the generation config of {model_name_or_path}"
-    return [f"not used: {', '.join(unused)} of {where}"] if unused else []
+    neutral = {"top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    asked = {name: getattr(given, name) for name in neutral}
+    unused = [n for n, v in asked.items() if v not in (None, chosen.get(n, neutral[n]))]
+    if not unused:
+        return []
+    told = ", ".join(f"{name} {asked[name]:g}" for name in unused)
+    flags = " ".join(f"--{name} {asked[name]:g}" for name in unused if name in chosen)
+    remedy = f". Type {flags} to use them" if flags else ""
+    return [f"not used: {told} of the generation config of {model_name_or_path}{remedy}"]
 
 
 def encode_text(

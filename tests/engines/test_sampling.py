@@ -46,6 +46,29 @@ def test_top_p_leaves_the_tail_out_but_not_the_logprobs(sampler, model):
     assert largest_gap(model, PROMPT, greedy_one[0], 1.0) < 1e-3
 
 
+def test_top_k_and_min_p_leave_the_tail_out(sampler, model):
+    settings = {"temperature": 2.0, "max_new_tokens": 12, "num_samples": 4}
+    few, likely, one = sampler.generate(
+        [
+            request(top_k=3, **settings),
+            request(min_p=0.8, **settings),
+            request(top_k=1, **{**settings, "num_samples": 1}),
+        ]
+    )
+    assert all(largest_gap(model, PROMPT, answer, 2.0) < 1e-3 for answer in few)
+    ranks, shares = [], []
+    for answers, found in ((few, ranks), (likely, shares)):
+        for answer in answers:
+            logits = model(torch.tensor([[*PROMPT, *answer.token_ids]])).logits[0].detach() / 2.0
+            probs = logits.softmax(-1)[len(PROMPT) - 1 : -1]
+            for row, token in zip(probs, answer.token_ids, strict=True):
+                rank, share = (row > row[token]).sum(), row[token] / row.max()
+                found.append(int(rank) if found is ranks else float(share))
+    assert max(ranks) == 2
+    assert 0.8 - 1e-4 < min(shares) < 0.99
+    assert one[0].token_ids == greedy(model, 12)
+
+
 def test_every_stop_id_stops_and_belongs_to_the_answer(sampler, model):
     tokens = greedy(model, 24)
     expected = tokens[: tokens.index(tokens[10]) + 1]

@@ -186,7 +186,7 @@ def make_runner(file: Path, engine, tokenizer, **limits) -> EpisodeRunner:
 
 def act_one(file: Path, engine, tokenizer, **options) -> EpisodeResult | AgentError:
     """One episode of an agent file: its result, or its error."""
-    changes = {k: options.pop(k) for k in ("text", "sampling", "label") if k in options}
+    changes = {k: options.pop(k) for k in ("text", "sampling", "label", "columns") if k in options}
     runner = make_runner(file, engine, tokenizer, **options)
     try:
         return runner.act([request(tokenizer, **changes)])["e0"]

@@ -64,12 +64,14 @@ def test_sampled_ids_are_kept_though_their_text_is_written_otherwise(tmp_path, m
     assert segment.token_ids != tokenizer.encode(tokenizer.decode(segment.token_ids))
 
 
-def say(dialogue, messages, sampled, *, tools=None, reason="stop", reads_tool_calls=False):
+def say(
+    dialogue, messages, sampled, *, tools=None, reason="stop", stops=(), reads_tool_calls=False
+):
     """Prepare a turn, sample `sampled`; the prompt's ids and the message that was answered."""
     turn = dialogue.prepare(messages, tools)
     prompt = turn.token_ids
     completion = Completion(tuple(sampled), (-0.5,) * len(sampled), reason, 0)
-    return prompt, dialogue.note(turn, completion, reads_tool_calls=reads_tool_calls)
+    return prompt, dialogue.note(turn, completion, stops, reads_tool_calls=reads_tool_calls)
 
 
 USER = {"role": "user", "content": "q"}
@@ -171,7 +173,7 @@ def test_a_prompt_is_what_the_data_set_made_of_it(tmp_path, merging_tokenizer):
 
 
 def test_a_stop_text_is_left_out_of_the_message_as_the_openai_api_has_it(tiny_tokenizer):
-    dialogue = Dialogue(TextCodec(tiny_tokenizer), ["</a>"])
+    dialogue, stops = Dialogue(TextCodec(tiny_tokenizer)), ["</a>"]
     sampled = tiny_tokenizer.encode("so</a>")
-    assert say(dialogue, [USER], sampled)[1]["content"] == "so"
-    assert say(dialogue, [USER], sampled, reason="length")[1]["content"] == "so</a>"
+    assert say(dialogue, [USER], sampled, stops=stops)[1]["content"] == "so"
+    assert say(dialogue, [USER], sampled, stops=stops, reason="length")[1]["content"] == "so</a>"

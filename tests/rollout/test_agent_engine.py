@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,6 @@ from openrlhf.rollout.agents.episode import (
 )
 from openrlhf.utils.agent import AgentError, BadAnswerError
 from openrlhf.utils.rollout import PromptRecord
-from openrlhf.utils.tokenizer import TextEncoder
 
 
 def completion(ids, *, version=0, starts=(), reason="stop"):
@@ -116,28 +116,24 @@ def test_nothing_is_sampled_or_recorded_after_the_end(tiny_tokenizer):
 RUN = SamplingSettings(num_samples=4, temperature=0.7, max_new_tokens=9, stop_token_ids=(2,))
 
 
-@pytest.fixture
-def encoder(tiny_tokenizer):
-    return TextEncoder(tiny_tokenizer)
-
-
-def test_a_turn_may_fill_what_the_context_leaves(encoder):
+def test_a_turn_may_fill_what_the_context_leaves():
     params = first_params(RUN, max_length=40)
     assert params.max_tokens == 40
-    turn = turn_settings(params, RUN, room=33, encoder=encoder)
+    turn = turn_settings(params, RUN, room=33, vocab_size=100)
     assert (turn.num_samples, turn.temperature, turn.max_new_tokens) == (1, 0.7, 33)
     params.max_tokens = 5
-    assert turn_settings(params, RUN, room=33, encoder=encoder).max_new_tokens == 5
-    assert turn_settings(params, RUN, room=3, encoder=encoder).max_new_tokens == 3
-    assert turn_settings(None, RUN, room=3, encoder=encoder).max_new_tokens == 3
+    assert turn_settings(params, RUN, room=33, vocab_size=100).max_new_tokens == 5
+    assert turn_settings(params, RUN, room=3, vocab_size=100).max_new_tokens == 3
+    assert turn_settings(None, RUN, room=3, vocab_size=100).max_new_tokens == 3
 
 
-def test_stops_of_one_token_are_added_to_the_ends_of_a_turn(encoder):
-    stop = encoder.tokenizer.convert_tokens_to_ids("<|tool|>")
-    wanted = {"stop": ["<|tool|>"], "stop_token_ids": [7]}
-    assert turn_settings(wanted, RUN, room=9, encoder=encoder).stop_token_ids == (2, 7, stop)
-    with pytest.raises(BadAnswerError, match="'stop!' is 5 tokens"):
-        turn_settings({"stop": "stop!"}, RUN, room=9, encoder=encoder)
+def test_stops_of_a_turn_are_added_to_those_of_the_run():
+    run = replace(RUN, stop=("</run>",))
+    wanted = {"stop": ["</answer>", "two words"], "stop_token_ids": [7]}
+    turn = turn_settings(wanted, run, room=9, vocab_size=100)
+    assert turn.stop == ("</run>", "</answer>", "two words")
+    assert turn.stop_token_ids == (2, 7)
+    assert turn_settings({"stop": "so."}, RUN, room=9, vocab_size=100).stop == ("so.",)
 
 
 @pytest.mark.parametrize(
@@ -148,17 +144,19 @@ def test_stops_of_one_token_are_added_to_the_ends_of_a_turn(encoder):
         ({"top_k": 5}, r"top_k is 5, which engines of a run do not do"),
         ({"n": 2}, r"n is 2, which engines"),
         ({"max_tokens": 0}, r"max_tokens is 0"),
+        ({"stop": ["a", 5]}, r"stop is \['a', 5\]. Give a text, or a list of texts"),
+        ({"stop_token_ids": [100]}, r"stop_token_ids is \[100\]. Give a list of ids of 0..99"),
     ],
 )
-def test_sampling_that_is_not_the_runs_is_refused(params, message, encoder):
+def test_sampling_that_is_not_the_runs_is_refused(params, message):
     with pytest.raises(BadAnswerError, match=message):
-        turn_settings(params, RUN, room=9, encoder=encoder)
+        turn_settings(params, RUN, room=9, vocab_size=100)
 
 
-def test_vllms_own_parameters_are_understood(encoder):
+def test_vllms_own_parameters_are_understood():
     vllm = pytest.importorskip("vllm.sampling_params")
     params = vllm.SamplingParams(temperature=0.7, max_tokens=6, stop_token_ids=[5])
-    turn = turn_settings(params, RUN, room=33, encoder=encoder)
+    turn = turn_settings(params, RUN, room=33, vocab_size=100)
     assert (turn.max_new_tokens, turn.stop_token_ids) == (6, (2, 5))
 
 

@@ -161,7 +161,7 @@ def test_what_the_run_does_not_do_is_refused_by_the_field(tmp_path, tiny_tokeniz
 refused = {}
 cases = [
     {"temperature": 0.3}, {"n": 2}, {"response_format": {"type": "json_object"}},
-    {"tool_choice": "required"}, {"stop": "two words"}, {"messages": []},
+    {"tool_choice": "required"}, {"stop": ["a", ""]}, {"messages": []},
     {"messages": [{"role": "king", "content": "x"}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     {"top_logprobs": 3}, {"extra_body": {"guided_json": {"type": "object"}}},
@@ -180,6 +180,39 @@ return {"reward": 1.0, "extra_logs": {key: 1 for key in refused}}
     result, _ = run_agent(body, tmp_path, tiny_tokenizer)
     assert result.num_turns == 1
     assert len(result.extra_logs) == 10  # every case
+
+
+def test_a_stop_text_of_several_tokens_ends_a_turn_before_it(tmp_path, tiny_tokenizer):
+    body = """
+answer = await chat.create(model=session.model, messages=talk, stop=["es", "two words"])
+assert answer.choices[0].message.content == "y"
+return {"reward": 1.0}
+"""
+    result, engine = run_agent(body, tmp_path, tiny_tokenizer)
+    assert engine.requests[0].sampling.stop == ("es", "two words")
+    (segment,) = result.segments
+    assert tiny_tokenizer.decode(segment.token_ids).endswith("yes<|end|>")  # what was sampled
+
+
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is false %}--{% endif %}"
+    "{% endif %}"
+)
+
+
+def test_variables_that_a_row_sets_for_the_chat_template_are_those_of_its_episode(
+    tmp_path, tiny_tokenizer
+):
+    body = "await chat.create(model=session.model, messages=talk)\nreturn {'reward': 1.0}"
+    kept, tiny_tokenizer.chat_template = tiny_tokenizer.chat_template, THINKING
+    columns = {"chat_template_kwargs": {"enable_thinking": False, "other": None}}
+    try:
+        result, _ = run_agent(body, tmp_path, tiny_tokenizer, columns=columns)
+    finally:
+        tiny_tokenizer.chat_template = kept
+    (segment,) = result.segments
+    assert "<|assistant|>--yes" in tiny_tokenizer.decode(segment.token_ids)
 
 
 def test_a_full_context_is_told_as_openai_tells_it(tmp_path, tiny_tokenizer):

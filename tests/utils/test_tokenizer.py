@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import (
     TextEncoder,
+    check_stop_ids,
     encode_text,
     eos_token_ids,
     leading_token_ids,
@@ -161,12 +162,20 @@ def test_every_eos_of_the_generation_config_or_the_config_ends_a_response(tmp_pa
 
 
 def test_sampling_of_a_generation_config_that_is_not_used_is_said(tiny_model_dir, tmp_path):
-    assert unused_sampling(str(tiny_model_dir)) == []
+    assert unused_sampling(str(tiny_model_dir), {}) == []
     settings = {"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "temperature": 0.7}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     where = f"of the generation config of {tmp_path}"
-    assert unused_sampling(str(tmp_path)) == [
-        f"not used: top_k 20, repetition_penalty 1.05 {where}"
-    ]
-    used = unused_sampling(str(tmp_path), repetition_penalty=1.05)
-    assert used == [f"not used: top_k 20 {where}"]
+    unused = f"not used: top_k 20, repetition_penalty 1.05 {where}"
+    assert unused_sampling(str(tmp_path), {}) == [unused]
+    flags = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    remedy = ". Type --top_k 20 --repetition_penalty 1.05 to use them"
+    assert unused_sampling(str(tmp_path), flags) == [unused + remedy]
+    assert unused_sampling(str(tmp_path), {**flags, "top_k": 20, "repetition_penalty": 1.05}) == []
+
+
+def test_stop_ids_outside_of_the_vocabulary_are_refused():
+    check_stop_ids(None, 32)
+    check_stop_ids((0, 31), 32)
+    with pytest.raises(ConfigError, match=r"--stop_token_ids 32 is no .*Type ids of 0\.\.31\."):
+        check_stop_ids((5, 32), 32)

@@ -27,7 +27,7 @@ from openrlhf.utils.agent import (
     flag_of,
 )
 from openrlhf.utils.rollout import PromptRecord, check_completion
-from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, outside_vocabulary
 
 _PLAIN_START = "\n"  # text before feedback, so that it is encoded as a continuation
 FIXED = ("temperature", "top_p", "repetition_penalty")  # those of the run
@@ -322,7 +322,8 @@ async def sample_turn(
     Raises AgentError for what cannot be asked, EngineError.
     """
     episode.check_open()
-    check_prompt(prompt_ids, vocab_size=episode.setup.vocab_size)
+    vocab_size = episode.setup.vocab_size
+    check_prompt(prompt_ids, vocab_size=vocab_size)
     max_length = episode.setup.max_length
     room = max_length - len(prompt_ids)
     if room < 1:
@@ -330,7 +331,7 @@ async def sample_turn(
             f"a prompt of {len(prompt_ids)} tokens fills the context of {max_length}"
         )
     run = episode.request
-    settings = turn_settings(params, run.sampling, room=room, encoder=codec.encoder)
+    settings = turn_settings(params, run.sampling, room=room, vocab_size=vocab_size)
     episode.num_requests += 1
     name = f"{run.sample_id}/t{episode.num_requests}"
     request = GenerationRequest(name, tuple(prompt_ids), settings)
@@ -346,9 +347,7 @@ async def sample_turn(
 
 def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int) -> None:
     """Raise BadAnswerError for what are no token ids."""
-    bad = [
-        token for token in prompt_ids if not isinstance(token, int) or not 0 <= token < vocab_size
-    ]
+    bad = outside_vocabulary(prompt_ids, vocab_size)
     if bad or not prompt_ids:
         seen = repr(bad[0]) if bad else "no token"
         raise BadAnswerError(
@@ -457,7 +456,7 @@ def first_params(sampling: SamplingSettings, max_length: int) -> SamplingParams:
 
 
 def turn_settings(
-    params: object, run: SamplingSettings, *, room: int, encoder: TextEncoder
+    params: object, run: SamplingSettings, *, room: int, vocab_size: int
 ) -> SamplingSettings:
     """Return the run's settings with what a turn may choose itself; at most `room` tokens.
 
@@ -480,15 +479,20 @@ def turn_settings(
     limit = wanted.get("max_tokens")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise BadAnswerError(f"sampling_params.max_tokens is {limit!r}. Use a number above 0.")
-    stops = [*(wanted.get("stop_token_ids") or ()), *stop_ids(wanted.get("stop"), encoder)]
+    stops = wanted.get("stop_token_ids") or []
+    if not isinstance(stops, (list, tuple)) or outside_vocabulary(stops, vocab_size):
+        raise BadAnswerError(
+            f"sampling_params.stop_token_ids is {stops!r}. Give a list of ids of "
+            f"0..{vocab_size - 1}."
+        )
     seed = wanted.get("seed")
-    return replace(
+    settings = replace(
         run,
         num_samples=1,
         max_new_tokens=room if limit is None else min(limit, room),
-        stop_token_ids=tuple(dict.fromkeys([*run.stop_token_ids, *stops])),
         seed=run.seed if seed is None else seed,
     )
+    return settings.stopping_at(stop_texts(wanted), stops)
 
 
 def named_values(params: object) -> dict[str, Any]:
@@ -500,21 +504,13 @@ def named_values(params: object) -> dict[str, Any]:
     return {name: getattr(params, name) for name in names if hasattr(params, name)}
 
 
-def stop_ids(stop: object, encoder: TextEncoder) -> list[int]:
-    """Return the ids of stop texts; raises BadAnswerError for one that is not one token."""
-    if stop is None:
-        return []
-    texts: Sequence[object] = [stop] if isinstance(stop, str) else list(stop)  # type: ignore[call-overload]
-    found = []
-    for text in texts:
-        ids = encoder.encode_segments([_PLAIN_START, str(text)])[1]
-        if len(ids) != 1:
-            raise BadAnswerError(
-                f"the stop text {text!r} is {len(ids)} tokens, and engines stop at single tokens. "
-                "Use stop_token_ids, or cut the text in the environment."
-            )
-        found += ids
-    return found
+def stop_texts(params: Mapping[str, Any]) -> list[str]:
+    """Return the texts that end a turn beside the run's; raises BadAnswerError for other things."""
+    stop = params.get("stop") or []
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, (list, tuple)) or not all(t and isinstance(t, str) for t in texts):
+        raise BadAnswerError(f"sampling_params.stop is {stop!r}. Give a text, or a list of texts.")
+    return [*texts]
 
 
 def prompt_ids_of(

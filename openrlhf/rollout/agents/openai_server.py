@@ -26,7 +26,7 @@ from pydantic_core import from_json
 from openrlhf.datasets.chat import Message, RowError, render, to_messages
 from openrlhf.engines.base import Completion
 from openrlhf.errors import ConfigError, EngineError
-from openrlhf.rollout.agents.episode import Episode, TextCodec, sample_turn
+from openrlhf.rollout.agents.episode import Episode, TextCodec, sample_turn, stop_texts
 from openrlhf.utils.agent import AgentError, BadAnswerError, OpenAISession
 
 KEPT_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -75,7 +75,7 @@ class ChatSession:
         self.episode = episode
         self.codec = codec
         self.base = base  # sampling of the episode, under what a request says
-        self.dialogue = Dialogue(codec, episode.request.sampling.stop)
+        self.dialogue = Dialogue(codec, episode.request.prompt.columns.get("chat_template_kwargs"))
 
     async def chat(self, body: bytes) -> tuple[ChatRequest, dict[str, Any]]:
         """Sample the next turn and return its response; raises HTTPException and AgentError."""
@@ -91,7 +91,8 @@ class ChatSession:
         num_prompt_tokens = len(turn.token_ids)
         completion = await sample_turn(self.episode, turn.token_ids, params, self.codec)
         reads_tool_calls = request.shown_tools is not None
-        message = self.dialogue.note(turn, completion, reads_tool_calls=reads_tool_calls)
+        stops = [*self.episode.request.sampling.stop, *stop_texts(params)]
+        message = self.dialogue.note(turn, completion, stops, reads_tool_calls=reads_tool_calls)
         is_call = "tool_calls" in message and completion.finish_reason == "stop"
         choice = {
             "index": 0,
@@ -271,8 +272,9 @@ class Dialogue:
     segment.
     """
 
-    def __init__(self, codec: TextCodec, stops: Sequence[str] = ()) -> None:
-        self.codec, self.stops = codec, stops
+    def __init__(self, codec: TextCodec, variables: object = None) -> None:
+        """`variables` are those that the row sets for the chat template."""
+        self.codec, self.variables = codec, variables
         self._turns: list[Turn] = []
 
     def prepare(self, messages: object, tools: object = None) -> Turn:
@@ -282,14 +284,23 @@ class Dialogue:
         continued = None if last is None else self._continue(last, wanted, tools)
         return continued or self._begin(wanted, tools)
 
-    def note(self, turn: Turn, completion: Completion, *, reads_tool_calls: bool) -> Message:
-        """Remember a sampled turn and return the assistant's message."""
+    def note(
+        self,
+        turn: Turn,
+        completion: Completion,
+        stops: Sequence[str] = (),
+        *,
+        reads_tool_calls: bool,
+    ) -> Message:
+        """Remember a sampled turn and return the assistant's message, without the first of the
+        `stops` that ended it.
+        """
         is_cut = completion.finish_reason == "length"
         body = completion.token_ids if is_cut else completion.token_ids[:-1]
         turn.text = self.codec.decode(body)
         turn.stop_text = "" if is_cut else self.codec.decode(completion.token_ids[-1:])
         said = turn.text + turn.stop_text
-        if found := [said.index(stop) for stop in self.stops if stop in said and not is_cut]:
+        if found := [said.index(stop) for stop in stops if stop in said and not is_cut]:
             turn.text, turn.stop_text = said[: min(found)], said[min(found) :]
         plain: Message = {"role": "assistant", "content": turn.text}
         turn.message = with_tool_calls(turn.text) or plain if reads_tool_calls else plain
@@ -330,7 +341,8 @@ class Dialogue:
 
     def _render(self, messages: Sequence[Message], tools: object) -> str:
         try:
-            return render(self.codec.encoder, messages, add_generation_prompt=True, tools=tools)
+            told = {"tools": tools, "variables": self.variables}
+            return render(self.codec.encoder, messages, add_generation_prompt=True, **told)
         except (RowError, ConfigError) as error:
             raise BadAnswerError(str(error)) from error
 
