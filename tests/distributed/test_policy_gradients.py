@@ -21,10 +21,10 @@ from openrlhf.trainer.workers.critic_and_frozen import CriticModelActor
 from openrlhf.trainer.workers.model_worker import ModelWorker
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from tests.distributed.spawn import run_ranks
-from tests.distributed.test_train_engine import full_gradients
+from tests.helpers.gradients import full_gradients
+from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
 from tests.tiny import make_model, make_reward_model
-from tests.trainer.test_experience import rollout
 
 STAGES = {2: (0, 3), 4: (0, 2, 3)}
 # None of them is the default of its flag.

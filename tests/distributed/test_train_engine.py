@@ -22,6 +22,7 @@ from openrlhf.distributed.train_engine import TrainEngine, parameter_groups
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import CheckpointError, ConfigError, NumericsError
 from tests.distributed.spawn import run_ranks
+from tests.helpers.gradients import full_gradients
 from tests.tiny import Payload
 
 CASES = {
@@ -91,17 +92,6 @@ def plain_loop(dtype: torch.dtype) -> tuple[list[float], list[Tensor], list[Tens
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
     return norms, first, [p.detach() for p in model.parameters()]
-
-
-def full_gradients(engine: TrainEngine) -> list[Tensor]:
-    from deepspeed.utils import safe_get_full_grad
-
-    plain = [p.grad for p in engine.module.parameters()]
-    grads = [
-        (safe_get_full_grad(p) if own is None or hasattr(p, "ds_id") else own)
-        for p, own in zip(engine.module.parameters(), plain, strict=True)
-    ]
-    return [grad.detach().float().clone() for grad in grads]
 
 
 def full_weights(engine: TrainEngine) -> list[Tensor]:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli.main import COMMANDS
+from tests.helpers.documents import blocks, commands, named
 from tests.source import ROOT
-from tests.test_docs import blocks, commands, named
 
 REAL_MODEL = ROOT / "models" / "smollm2-135m"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "getting-started.md")

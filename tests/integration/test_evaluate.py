@@ -15,9 +15,8 @@ from openrlhf.cli import evaluate
 from openrlhf.distributed.checkpoints import find_model
 from openrlhf.errors import ConfigError
 from tests.integration.commands import run_command
-from tests.integration.test_agents import ENVIRONMENT
 from tests.rewards.servers import RewardServer
-from tests.rollout.test_agent_files import NEW
+from tests.rollout.agent_fakes import ENVIRONMENT, NEW
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 REWARDS = """

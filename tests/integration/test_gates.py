@@ -1,8 +1,5 @@
 """A side that samples otherwise ends a run rather than train it on nonsense."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
 from tests.integration.commands import argv, run_command, steps_of
@@ -10,23 +7,20 @@ from tests.integration.commands import argv, run_command, steps_of
 FLAGS = "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
 
 
-def without_temperature(generate: Any) -> Any:
-    """The same method of an engine that forgot the temperature."""
-
-    def forgetful(self: Any, requests: Any, *args: Any, **options: Any) -> Any:
-        plain = [replace(r, sampling=replace(r.sampling, temperature=1.0)) for r in requests]
-        return generate(self, plain, *args, **options)
-
-    return forgetful
-
-
+# An engine that forgets the temperature.
 FORGETFUL = """
 import sys
+from dataclasses import replace
 from openrlhf.cli import train_ppo
 from openrlhf.engines.vllm_engine import VLLMEngine
-from tests.integration.test_gates import without_temperature
 
-VLLMEngine.submit = without_temperature(VLLMEngine.submit)
+submit = VLLMEngine.submit
+
+def forgetful(self, requests, *args, **options):
+    plain = [replace(r, sampling=replace(r.sampling, temperature=1.0)) for r in requests]
+    return submit(self, plain, *args, **options)
+
+VLLMEngine.submit = forgetful
 train_ppo.main(sys.argv[1:])
 """
 

@@ -5,11 +5,9 @@ trackers hold the numbers of the log.
 
 import json
 import math
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,8 +17,8 @@ import torch
 import transformers
 
 from tests.distributed.spawn import run_ranks
+from tests.helpers.processes import environment, launched
 from tests.integration.commands import run_command
-from tests.integration.heads import free_ports
 from tests.tiny import make_model, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -47,21 +45,6 @@ DOCUMENTED = {
     ),
 }
 NUM_ROWS, NUM_STEPS = 256, 16
-
-
-def launched(command: str, template: str) -> list[str]:
-    """The words before the flags; launchers are those of the Python that runs the tests."""
-    [port] = free_ports(1)
-    launcher, *words = template.format(port=port, module=f"openrlhf.cli.{command}").split()
-    return [str(Path(sys.executable).parent / launcher), *words]
-
-
-def environment() -> dict[str, str]:
-    """What two processes on one CPU need: a thread each, and the launchers' own Python first."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
-    return kept | {"PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("method", DOCUMENTED)

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.helpers.rows import make_row
 from tests.integration.commands import run_command
 from tests.tiny import make_model, write_jsonl
 
@@ -83,19 +84,6 @@ class AgentExecutor(AgentExecutorBase):
         reward = (sum(result.outputs[0].token_ids) % 16 + tail) / 16
         return {"reward": reward, "scores": min(reward, 1.0), "extra_logs": {"tail": tail}}
 """
-
-
-def make_row(i: int) -> dict:
-    """Make a row that every supervised method can read."""
-    return {
-        "input": f"{i}+{i}=",
-        "output": f"{2 * i}, which is even" if i % 4 == 0 else str(2 * i),
-        "chosen": str(2 * i) * (1 + i % 2),
-        "rejected": "?" * (1 + i % 3),
-        "label": i % 3 != 0,
-        "steps": f"{i}#{2 * i}#" * (1 + i % 2),
-        "labels": ["+", "-+"[i % 2]] * (1 + i % 2),
-    }
 
 
 def make_inputs(root: Path) -> None:

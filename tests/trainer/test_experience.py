@@ -16,28 +16,8 @@ from openrlhf.trainer.ppo_utils.update_plan import (
     num_updates_per_rollout,
     without_zero_advantages,
 )
-from openrlhf.utils.rollout import Rollout, sequence_tensors
+from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
-
-
-def rollout(
-    prompt: list[int], response: list[int], *, reward: float = 1.0, group: int = 0
-) -> Rollout:
-    token_ids, action_mask = sequence_tensors(prompt, response)
-    return Rollout(
-        sample_id=f"{group}/{prompt}",
-        group_id=group,
-        row_id=group,
-        token_ids=token_ids,
-        action_mask=action_mask,
-        logprobs=torch.full((len(response),), -1.0),
-        weight_versions=torch.zeros(len(response), dtype=torch.int32),
-        finish_reason="stop",
-        prompt_text="p",
-        response_text="r",
-        reward=reward,
-    )
-
 
 THREE = [rollout([1], [2, 3]), rollout([4, 5], [6], reward=2.0, group=1), rollout([7], [8, 9, 10])]
 

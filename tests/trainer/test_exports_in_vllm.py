@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.spawn import run_ranks
-from tests.trainer.test_runs import load, make_runs, sequences
+from tests.helpers.trained import load, make_runs, sequences
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

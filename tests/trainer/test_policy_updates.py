@@ -34,9 +34,9 @@ from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import load_tokenizer, tokenizer_of
+from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
 from tests.tiny import make_model, make_reward_model, make_tokenizer
-from tests.trainer.test_experience import rollout
 
 
 def make_actor(model: Path, tmp_path: Path, **sections: dict) -> PolicyModelActor:

@@ -14,7 +14,7 @@ from openrlhf.distributed.collectives import shut_down
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from tests.distributed.spawn import run_ranks
-from tests.integration.test_resume_methods import make_inputs, start
+from tests.helpers.supervised_runs import make_inputs, start
 from tests.stopped_runs import records, stopping_behind
 
 

@@ -18,7 +18,7 @@ from openrlhf.trainer.ray.placement import place, view_cluster, worker_environme
 from openrlhf.trainer.ray.utils import node_address
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.trainer.workers.model_worker import ModelWorker
-from tests.config.test_cli import OF_CALLER
+from tests.helpers.processes import OF_CALLER
 
 
 class Probe(ModelWorker):

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from openrlhf.utils.rendezvous import open_store
-from tests.integration.test_clusters import free_ports
+from tests.integration.heads import free_ports
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
