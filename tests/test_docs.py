@@ -1,10 +1,10 @@
 """The documents are true: commands parse, code runs, quoted lines exist, links lead somewhere.
 
-Bash itself splits each block into commands; none is run but two, with tiny models appended.
+Bash itself splits each block into commands; those of the README are run by
+tests/examples/test_readme_commands.py.
 """
 
 import math
-import os
 import re
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +16,6 @@ from openrlhf.cli.main import COMMANDS
 from openrlhf.config.cli import WITHOUT_EFFECT, Reading, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
-from openrlhf.utils.tracker import read_metrics
 from openrlhf.utils.user_code import split_name
 from tests.helpers.configs import CONFIGS
 from tests.helpers.documents import DOCUMENTS, FENCE, Block, blocks, commands, named
@@ -205,58 +204,6 @@ def test_the_site_builds_with_strict_links_and_loads_nothing_from_elsewhere(site
 def test_nobody_is_told_to_install_the_name_on_the_index() -> None:
     for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]:
         assert not re.search(r"pip install\s+(-U\s+)?[\"']?openrlhf", document.read_text())
-
-
-# Two commands are run as they stand, but for names and sizes: later flags win.
-
-
-def readme_command(module: str, folder: Path) -> list[str]:
-    """The flags of the first command of this module in the README."""
-    for block in blocks("bash", DOCUMENTS[0]):
-        for words in commands(block, folder):
-            training = training_command(words)
-            if training is not None and training[0] == module and "--help" not in training[1]:
-                return training[1]
-    raise AssertionError(f"no command for {module}")
-
-
-def check_run_folder(run_dir: Path) -> None:
-    """The files the README promises, and a model that loads."""
-    import transformers
-
-    names = {path.name for path in run_dir.iterdir()}
-    promised = {"config.yaml", "metrics.jsonl", "logs", "config.json", "tokenizer.json"}
-    assert promised | {"chat_template.jinja", "report.html", "curves.png"} <= names
-    transformers.AutoModelForCausalLM.from_pretrained(run_dir)
-
-
-def test_the_sft_command_of_the_readme_trains(checkout: Path, tiny_model_dir: Path) -> None:
-    from openrlhf.cli import train_sft
-
-    names = ["--pretrain", str(tiny_model_dir), "--save_path", "run"]
-    train_sft.main([*readme_command("train_sft", checkout), "--max_epochs", "2", *names])
-    records = read_metrics(checkout / "run" / "metrics.jsonl")
-    assert len([record for record in records if "gpt_loss" in record]) == 2
-    check_run_folder(checkout / "run")
-
-
-def test_the_local_grpo_command_of_the_readme_trains(checkout: Path, tiny_model_dir: Path) -> None:
-    from openrlhf.cli import train_ppo
-
-    names = ["--pretrain", str(tiny_model_dir), "--save_path", "run", "--seed", "2"]
-    command = readme_command("train_ppo", checkout)
-    problems = checkout / "problems.jsonl"  # with answers that a random model gives now and then
-    problems.write_text(re.sub(r'"answer": "\d"', '"answer": "e"', problems.read_text()))
-    train_ppo.main([*command, *names])
-    first, last = read_metrics(checkout / "run" / "metrics.jsonl")
-    found = first.keys() | last.keys()  # no loss of a step whose rewards are all equal
-    assert {"reward", "score", "extra/num_chars", "policy_loss", "vllm_kl"} <= found
-    assert last["timing/step_total"] > 0
-    check_run_folder(checkout / "run")
-    assert sorted(os.listdir(checkout / "run" / "rollouts")) == [
-        "step_000001.parquet",
-        "step_000002.parquet",
-    ]
 
 
 def test_the_page_of_metrics_names_what_is_logged():

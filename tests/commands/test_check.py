@@ -178,17 +178,6 @@ def test_a_row_whose_own_label_is_worth_no_more_than_another_is_named(
     assert out.endswith("no problem was found, but 1 warning(s) above\n")
 
 
-def test_arguments_of_the_function_are_shown_and_a_forgotten_label_key_is_warned_of(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ppo()
-    with contextlib.suppress(SystemExit):
-        check.main(words[: words.index("--label_key")] + words[words.index("--label_key") + 2 :])
-    out, err = capsys.readouterr()
-    assert "  queries: '1+1=yes<|end|>'\n  prompts: '1+1='\n  labels: ''\n" in out
-    assert "reward reads labels, and every label is empty. Name their column with --label_k" in err
-
-
 def test_what_a_reward_function_needs_and_rows_lack_is_one_line_with_their_columns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

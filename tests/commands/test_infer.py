@@ -23,7 +23,7 @@ from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
 from tests.distributed.spawn import run_ranks
-from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
+from tests.tiny import make_model, make_reward_model, write_jsonl
 
 NUM_PROMPTS = 11  # odd: one of two ranks has one more
 GREEDY = "--greedy_sampling --max_new_tokens 12 --prompt_max_len 64 --micro_batch_size 3"
@@ -128,14 +128,6 @@ def test_samples_of_a_prompt_differ_and_stand_together(folder: Path) -> None:
 def test_slices_are_short_at_the_end_and_begin_again() -> None:
     expected = [[0, 1], [2, 3], [4], [0, 1], [2, 3], [4]]
     assert [list(slice_of(5, 2, iteration)) for iteration in range(6)] == expected
-
-
-def test_a_reward_model_that_openrlhf_saved_scores(folder: Path) -> None:
-    as_openrlhf_saves(folder / "reward", folder / "theirs", head="value_head")
-    for pretrain in ("reward", "theirs"):
-        paths = {"pretrain": pretrain, "dataset": "answers.jsonl"}
-        run_batch_inference(config_of(folder, "rm", "", output_path=f"by-{pretrain}", **paths))
-    assert (folder / "by-reward").read_text() == (folder / "by-theirs").read_text()
 
 
 def test_too_long_answers_are_refused_before_a_model_is_loaded(folder: Path) -> None:

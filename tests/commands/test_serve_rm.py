@@ -32,7 +32,7 @@ from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packing import PackedBatch
 from tests.commands.served import JSON, serving, unharmed, wait_until
 from tests.source import ROOT
-from tests.tiny import Payload, as_openrlhf_saves, make_reward_model
+from tests.tiny import Payload, make_reward_model
 
 TEXTS = [
     "hi",
@@ -71,12 +71,6 @@ def test_rewards_over_http_are_those_of_the_reward_model(served, reward_dir):
     expected = trainers_scores(reward_dir, TEXTS)
     assert served.rewards(*TEXTS) == pytest.approx(expected, abs=1e-5)
     assert [served.rewards(text)[0] for text in TEXTS] == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_reward_model_that_openrlhf_saved_is_served(served, reward_dir, tmp_path):
-    path = as_openrlhf_saves(reward_dir, tmp_path / "saved", head="value_head")
-    with serving(path) as other:
-        assert other.rewards(*TEXTS) == served.rewards(*TEXTS)
 
 
 def test_every_one_of_64_clients_gets_its_own_answer(served, reward_dir):

@@ -143,12 +143,10 @@ def run_case(options: dict, folder: Path, name: str) -> dict:
 def run_all_cases(folder: Path) -> dict:
     strategy = DeepSpeedStrategy(DeepSpeedConfig(), seed=1)
     strategy.setup()
-    rank = strategy.topology.rank
     results = {
         name: run_case(options, folder / f"world{strategy.topology.world_size}", name)
         for name, options in CASES.items()
     }
-    results["sum"] = strategy.all_reduce_sum({"b": rank + 1.0, "a": 0.5})
     collectives.shut_down()
     return results
 
@@ -188,10 +186,6 @@ def test_every_stage_trains_as_a_bare_loop_does(
         # A bad gradient on one rank changes nothing anywhere; saved states bring weights back.
         assert found["is_unchanged"] and found["is_restored"]
         assert 0 < found["norm_after"] < float("inf")
-
-
-def test_named_numbers_are_summed_over_ranks(results: list[dict]) -> None:
-    assert results[0]["sum"] == {"a": 1.0, "b": 3.0}
 
 
 def test_ranks_that_cannot_be_divided_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
