@@ -19,11 +19,9 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
-from openrlhf.models.value_head import RewardModel
-from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.distributed.spawn import run_ranks
-from tests.models.helpers import command
+from tests.models.helpers import command, scores_of
 from tests.tiny import make_model, make_tokenizer
 
 KINDS = {
@@ -181,13 +179,6 @@ def make_base(path: Path, name: str) -> Path:
     return path
 
 
-def trained_scores(model: torch.nn.Module, texts: list[list[int]]) -> torch.Tensor:
-    ids = [torch.tensor(text) for text in texts]
-    batch = PackedBatch.from_sequences(ids, [torch.zeros(len(i), dtype=torch.bool) for i in ids])
-    with torch.no_grad():
-        return RewardModel(model)(batch).scores
-
-
 @pytest.mark.parametrize("kind", BASES)
 def test_an_export_scores_single_texts_and_padded_batches_as_the_trained_model(
     kind: str, tmp_path: Path
@@ -199,7 +190,7 @@ def test_an_export_scores_single_texts_and_padded_batches_as_the_trained_model(
     own = load_tokenizer(str(base))
     export_hf(trained, own, path)
     assert trained.config.pad_token_id == own.eos_token_id  # the live model is as it was
-    expected = trained_scores(trained, [own(text + own.eos_token)["input_ids"] for text in TEXTS])
+    expected = scores_of(trained, [own(text + own.eos_token)["input_ids"] for text in TEXTS])
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)

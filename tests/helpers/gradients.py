@@ -9,6 +9,7 @@ from torch import Tensor
 
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.trainer.base_trainer import BaseTrainer
+from openrlhf.trainer.workers.model_worker import ModelWorker
 
 
 def full_gradients(engine: TrainEngine) -> list[Tensor]:
@@ -23,7 +24,7 @@ def full_gradients(engine: TrainEngine) -> list[Tensor]:
 
 
 @contextmanager
-def caught_gradients(trainer: BaseTrainer) -> Iterator[list[Tensor]]:
+def caught_gradients(trainer: BaseTrainer | ModelWorker) -> Iterator[list[Tensor]]:
     """A block whose optimizer steps leave their gradients, caught before the update, in a list."""
     caught: list[Tensor] = []
     update = trainer.engine.step

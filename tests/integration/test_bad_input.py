@@ -10,7 +10,7 @@ import pytest
 
 from openrlhf.cli import runner, train_ppo, train_ppo_ray
 from openrlhf.engines import vllm_engine
-from tests.integration.commands import argv
+from tests.integration.commands import argv, exit_code
 
 GOOD = (
     "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
@@ -22,10 +22,9 @@ def run(
     capsys: pytest.CaptureFixture[str], flags: str, **values: Path | str
 ) -> tuple[int, list[str]]:
     """Exit code and error lines of a command run in this process."""
-    with pytest.raises(SystemExit) as stop:
-        train_ppo.main(argv(flags, **values))
+    code = exit_code(train_ppo.main, argv(flags, **values))
     lines = capsys.readouterr().err.splitlines()
-    return int(stop.value.code or 0), [line for line in lines if line.startswith("error: ")]
+    return code, [line for line in lines if line.startswith("error: ")]
 
 
 def without_vllm(name: str) -> object:
@@ -42,9 +41,7 @@ def test_vllm_that_is_not_installed_is_one_line_and_exit_code_2(
     for words in ("vLLM", "not installed", ".[vllm]", "make install", "--vllm_num_engines 0"):
         assert words in errors[0]
     by_default = GOOD.replace("--vllm_num_engines 0", "")
-    with pytest.raises(SystemExit) as stop:
-        train_ppo_ray.main(argv(by_default, **given))
-    assert stop.value.code == 2
+    assert exit_code(train_ppo_ray.main, argv(by_default, **given)) == 2
     assert errors[0] in capsys.readouterr().err
     # Without Ray nobody asked for vLLM: the next problem is said.
     code, errors = run(capsys, by_default, **{**given, "input_key": "question"})

@@ -19,7 +19,7 @@ import transformers
 from tests.distributed.spawn import run_ranks
 from tests.helpers.processes import environment, launched
 from tests.integration.commands import run_command
-from tests.tiny import make_model, write_jsonl
+from tests.tiny import make_model, read_jsonl, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -65,7 +65,7 @@ def test_a_command_as_it_is_documented_learns(tmp_path: Path, method: str) -> No
     words += flags.format(root=tmp_path).split()
     words += [*EVERYWHERE.split(), "--input_template", "User: {}\nAssistant: "]
     assert "ranks       2 on" in run_command(*words, env=environment(), timeout=500)
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = read_jsonl(run_dir / "metrics.jsonl")
     steps = [record for record in records if "grad_norm" in record]
     assert [record["step"] for record in steps] == list(range(1, NUM_STEPS + 1))
     assert all(math.isfinite(record["grad_norm"]) for record in steps)
@@ -142,7 +142,7 @@ def test_both_trackers_hold_the_numbers_of_the_log(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", rows)
     run_ranks(train, 1, tmp_path)
     run_dir = tmp_path / "run"
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = read_jsonl(run_dir / "metrics.jsonl")
     steps = list(range(1, 5))
     assert [record["step"] for record in records] == steps
 

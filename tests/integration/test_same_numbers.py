@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.rows import make_row
 from tests.integration.commands import run_command
-from tests.tiny import make_model, write_jsonl
+from tests.tiny import make_model, read_jsonl, write_jsonl
 
 RECORDED = Path(__file__).with_name("same_numbers.json")
 NUM_STEPS = 10
@@ -103,7 +103,7 @@ def run_case(root: Path, case: str) -> list[dict[str, float]]:
     command, *flags = CASES[case].format(root=root, run=run).split()
     env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     run_command("-m", f"openrlhf.cli.{command}", *flags, env=env)
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(run / "metrics.jsonl")
 
 
 def run_cases() -> dict[str, list[dict[str, float]]]:

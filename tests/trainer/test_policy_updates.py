@@ -20,7 +20,6 @@ from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
-from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.update_plan import (
     PlannedStep,
@@ -29,11 +28,11 @@ from openrlhf.trainer.ppo_utils.update_plan import (
 )
 from openrlhf.trainer.workers.critic_and_frozen import RewardModelActor
 from openrlhf.trainer.workers.policy import PolicyModelActor, correction_of
-from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import load_tokenizer, tokenizer_of
 from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
+from tests.models.helpers import scores_of
 from tests.tiny import make_model, make_reward_model, make_tokenizer
 
 
@@ -378,12 +377,8 @@ def rollouts_of(policy: Path) -> list[Rollout]:
 def scores_by_hand(path: Path) -> list[float]:
     """Scores of the texts as its tokenizer reads them."""
     tokenizer = load_tokenizer(str(path))
-    model = RewardModel(load_sequence_model(path, allow_fresh_head=False)).eval()
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    ids = [torch.tensor(row) for row in rows]
-    batch = PackedBatch.from_sequences(ids, [torch.zeros(len(row)) for row in rows])
-    with torch.no_grad():
-        return model(batch).scores.tolist()
+    return scores_of(load_sequence_model(path, allow_fresh_head=False), rows).tolist()
 
 
 def test_a_reward_model_reads_the_tokens_of_samples(
