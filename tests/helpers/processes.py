@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from openrlhf.utils.tracking import read_metrics
 
+from openrlhf.utils.tracker import read_metrics
 from tests.integration.heads import free_ports
 
 
