@@ -120,6 +120,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout as a reader has it, who saved the documents' files."""
+    from tests.helpers.documents import save_files
+
+    save_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[object]:
     """Headless Chromium, a `tests.browser.Browser`."""

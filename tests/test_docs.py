@@ -1,14 +1,11 @@
 """The documents are true: commands parse, code runs, quoted lines exist, links lead somewhere.
 
-Bash itself splits each block into commands; none is run but two, with tiny models appended.
+Bash itself splits each block into commands; those of the README are run by
+tests/examples/test_readme_commands.py.
 """
 
 import math
-import os
 import re
-import shutil
-import subprocess
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,89 +16,18 @@ from openrlhf.cli.main import COMMANDS
 from openrlhf.config.cli import WITHOUT_EFFECT, Reading, parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
-from openrlhf.utils.tracker import read_metrics
 from openrlhf.utils.user_code import split_name
-from tests.config.test_settings import CONFIGS
+from tests.helpers.configs import CONFIGS
+from tests.helpers.documents import DOCUMENTS, FENCE, Block, blocks, commands, named
 from tests.source import ROOT
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = DOCUMENTS[0].read_text()
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OF_LAUNCHERS = {"module", "address"}
 OTHER_PROGRAMS = {"venv", "vllm.entrypoints.openai.api_server"}  # python -m ... that is not ours
-
-# Nothing is on the PATH, so every program ends here; `cat` writes the files that commands use.
-SHELL = r"""
-command_not_found_handle() {
-  if [ "$1" = cat ]; then while IFS= read -r line; do printf '%s\n' "$line"; done; return; fi
-  printf '%s\0' "$@" $'\x1e' >> "$RECORD"
-}
-source() { :; }
-"""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a document."""
-
-    path: Path
-    line: int
-    language: str
-    text: str
-
-    @property
-    def where(self) -> str:
-        return f"{self.path.relative_to(ROOT)}:{self.line}"
-
-
-def blocks(language: str, document: Path | None = None) -> list[Block]:
-    """All blocks of a language, in every document or in one."""
-    return [
-        Block(path, text[: match.start()].count("\n") + 1, match[1], match[2])
-        for path in ([document] if document else DOCUMENTS)
-        for text in [path.read_text()]
-        for match in FENCE.finditer(text)
-        if match[1] == language
-    ]
-
-
-def named(block: Block) -> str | None:
-    """`reward.py` of a block whose first line is `# reward.py`."""
-    found = re.match(r"# ([\w.-]+\.(?:py|yaml))\n", block.text)
-    return found[1] if found else None
 
 
 def cases(language: str) -> list[object]:
     return [pytest.param(block, id=block.where) for block in blocks(language)]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout as a reader has it, who saved the documents' files."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for block in [*blocks("python"), *blocks("yaml")]:
-        if named(block):
-            (tmp_path / str(named(block))).write_text(block.text)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def commands(block: Block, folder: Path) -> list[list[str]]:
-    """The words of every command of a bash block; here-documents are written into the folder."""
-    record = folder / "record"
-    record.write_bytes(b"")
-    bash = shutil.which("bash")
-    assert bash is not None, "these tests need bash"
-    result = subprocess.run(
-        [bash, "--noprofile", "--norc", "-c", SHELL + block.text],
-        env={"PATH": "/nonexistent", "RECORD": str(record)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert (result.returncode, result.stderr) == (0, ""), block.where
-    lines = record.read_text().split("\x1e\0")
-    return [line.removesuffix("\0").split("\0") for line in lines if line]
 
 
 def training_command(words: list[str]) -> tuple[str, list[str]] | None:
@@ -151,8 +77,8 @@ def check_other(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", cases("bash"))
-def test_every_command_is_one_that_works(block: Block, folder: Path) -> None:
-    found = commands(block, folder)
+def test_every_command_is_one_that_works(block: Block, checkout: Path) -> None:
+    found = commands(block, checkout)
     assert found
     for words in found:
         training = training_command(words)
@@ -170,7 +96,7 @@ def test_every_command_is_one_that_works(block: Block, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("block", cases("python"))
-def test_every_reward_function_scores(block: Block, folder: Path) -> None:
+def test_every_reward_function_scores(block: Block, checkout: Path) -> None:
     from openrlhf.rewards.base import RewardBatch
     from openrlhf.rewards.function import UserFunctions
 
@@ -278,58 +204,6 @@ def test_the_site_builds_with_strict_links_and_loads_nothing_from_elsewhere(site
 def test_nobody_is_told_to_install_the_name_on_the_index() -> None:
     for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]:
         assert not re.search(r"pip install\s+(-U\s+)?[\"']?openrlhf", document.read_text())
-
-
-# Two commands are run as they stand, but for names and sizes: later flags win.
-
-
-def readme_command(module: str, folder: Path) -> list[str]:
-    """The flags of the first command of this module in the README."""
-    for block in blocks("bash", DOCUMENTS[0]):
-        for words in commands(block, folder):
-            training = training_command(words)
-            if training is not None and training[0] == module and "--help" not in training[1]:
-                return training[1]
-    raise AssertionError(f"no command for {module}")
-
-
-def check_run_folder(run_dir: Path) -> None:
-    """The files the README promises, and a model that loads."""
-    import transformers
-
-    names = {path.name for path in run_dir.iterdir()}
-    promised = {"config.yaml", "metrics.jsonl", "logs", "config.json", "tokenizer.json"}
-    assert promised | {"chat_template.jinja", "report.html", "curves.png"} <= names
-    transformers.AutoModelForCausalLM.from_pretrained(run_dir)
-
-
-def test_the_sft_command_of_the_readme_trains(folder: Path, tiny_model_dir: Path) -> None:
-    from openrlhf.cli import train_sft
-
-    names = ["--pretrain", str(tiny_model_dir), "--save_path", "run"]
-    train_sft.main([*readme_command("train_sft", folder), "--max_epochs", "2", *names])
-    records = read_metrics(folder / "run" / "metrics.jsonl")
-    assert len([record for record in records if "gpt_loss" in record]) == 2
-    check_run_folder(folder / "run")
-
-
-def test_the_local_grpo_command_of_the_readme_trains(folder: Path, tiny_model_dir: Path) -> None:
-    from openrlhf.cli import train_ppo
-
-    names = ["--pretrain", str(tiny_model_dir), "--save_path", "run", "--seed", "2"]
-    command = readme_command("train_ppo", folder)
-    problems = folder / "problems.jsonl"  # with answers that a random model gives now and then
-    problems.write_text(re.sub(r'"answer": "\d"', '"answer": "e"', problems.read_text()))
-    train_ppo.main([*command, *names])
-    first, last = read_metrics(folder / "run" / "metrics.jsonl")
-    found = first.keys() | last.keys()  # no loss of a step whose rewards are all equal
-    assert {"reward", "score", "extra/num_chars", "policy_loss", "vllm_kl"} <= found
-    assert last["timing/step_total"] > 0
-    check_run_folder(folder / "run")
-    assert sorted(os.listdir(folder / "run" / "rollouts")) == [
-        "step_000001.parquet",
-        "step_000002.parquet",
-    ]
 
 
 def test_the_page_of_metrics_names_what_is_logged():

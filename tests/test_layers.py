@@ -175,6 +175,17 @@ def test_what_is_imported_from_the_package_is_there():
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_several_tests_need_stands_in_no_test_module():
+    wrong = [
+        f"{module.where}:{item.line} imports {item.name}"
+        for folder in ("benchmarks", "tests")
+        for module in modules(folder)
+        for item in module.imports
+        if item.name.startswith("tests.") and ".test_" in item.name
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def names_at_top(module: Module) -> set[str]:
     names = {item.name.rpartition(".")[2] for item in module.imports if item.is_at_top}
     for node in ast.walk(module.tree):

@@ -114,6 +114,11 @@ def write_jsonl(path: Path | str, rows: list[dict]) -> Path:
     return path
 
 
+def read_jsonl(path: Path | str) -> list[dict]:
+    """Return the rows of JSON lines."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def make_reward_model(path: Path | str, *, seed: int = 1, **model: object) -> Path:
     """A random reward model in Hugging Face format, with the mean and std of its scores in the
     config.

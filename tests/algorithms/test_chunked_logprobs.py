@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.tokens import chunked_logprobs
-from tests.algorithms.test_distillation import Watch
+from tests.helpers.tensors import Watch
 
 VOCAB, HIDDEN, TOKENS = 13, 5, 11
 

@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from openrlhf.algorithms.distillation import (
     DIVERGENCES,
     Head,
     chunked_distillation,
 )
+from tests.helpers.tensors import Watch
 
 VOCAB, HIDDEN, TEACHER_HIDDEN, TOKENS = 13, 5, 7, 11
 TRANSFORMS = [{}, {"softcap": 1.5, "logit_scale": 1.3}]
@@ -99,18 +99,6 @@ def test_values_and_gradients_equal_the_dense_ones(kind, transform, chunk_tokens
         torch.autograd.grad(0.37 * loss, inputs_of(student)) for loss in (found[0], expected[0])
     ]
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
-
-
-class Watch(TorchDispatchMode):
-    """Notes the size of the largest tensor made inside it."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.largest = max(self.largest, out.numel())
-        return out
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)

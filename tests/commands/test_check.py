@@ -1,6 +1,5 @@
 """`openrlhf check`: one list of everything that is wrong, and what a run would train and take."""
 
-import contextlib
 import re
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import Gathered
 from openrlhf.trainer.local_cluster import local_demands
+from tests.integration.commands import exit_code
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 REWARD = """
@@ -47,11 +47,7 @@ def folder(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def run(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, str, list[str]]:
     """Exit code, output and errors of a check in this process."""
-    code = 0
-    try:
-        check.main(words)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
+    code = exit_code(check.main, words)
     said = capsys.readouterr()
     errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
     return code, said.out, [line.removeprefix("error: ") for line in errors]
@@ -171,22 +167,10 @@ def test_a_row_whose_own_label_is_worth_no_more_than_another_is_named(
     text = "def reward_func(queries, prompts, labels):\n"  # rewards 2, whatever is asked
     text += "    return [float(q[len(p):].startswith('2') and l == '2') for q, p, l in "
     Path("reward.py").write_text(f"{text}zip(queries, prompts, labels)]\n")
-    with contextlib.suppress(SystemExit):
-        check.main(ppo())
+    exit_code(check.main, ppo())
     out, err = capsys.readouterr()
     assert "earns no more than another row's: prompts.jsonl: row 2. Look at" in err
     assert out.endswith("no problem was found, but 1 warning(s) above\n")
-
-
-def test_arguments_of_the_function_are_shown_and_a_forgotten_label_key_is_warned_of(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ppo()
-    with contextlib.suppress(SystemExit):
-        check.main(words[: words.index("--label_key")] + words[words.index("--label_key") + 2 :])
-    out, err = capsys.readouterr()
-    assert "  queries: '1+1=yes<|end|>'\n  prompts: '1+1='\n  labels: ''\n" in out
-    assert "reward reads labels, and every label is empty. Name their column with --label_k" in err
 
 
 def test_what_a_reward_function_needs_and_rows_lack_is_one_line_with_their_columns(
@@ -234,8 +218,7 @@ def test_rows_and_rewards_are_tried_beside_other_problems(
 
 def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     Path("reward.py").write_text("def reward_func(queries, prompts, labels):\n    return 1 / 0\n")
-    with pytest.raises(SystemExit, match="2"):
-        check.main(ppo())
+    assert exit_code(check.main, ppo()) == 2
     said = capsys.readouterr().err
     assert "reward.py:2: ZeroDivisionError" in said
     assert said.count("Traceback") == 1 and "    return 1 / 0\n" in said
@@ -370,9 +353,7 @@ def test_heads_that_vllm_cannot_compute_are_refused_before_a_run(
     assert error.startswith(
         "narrow has attention heads of size 24, and vLLM on a CPU computes those"
     )
-    with pytest.raises(SystemExit) as stop:
-        train_ppo_ray.main(ppo(pretrain="narrow")[1:])
-    assert stop.value.code == 2
+    assert exit_code(train_ppo_ray.main, ppo(pretrain="narrow")[1:]) == 2
     assert error in capsys.readouterr().err
     assert run(capsys, ppo(pretrain="narrow", vllm_num_engines="0"))[0] == 0
 

@@ -1,7 +1,6 @@
 """batch_inference: rows in input order on any ranks, killed runs that go on, bad input."""
 
 import datetime
-import json
 import math
 import os
 import subprocess
@@ -15,15 +14,23 @@ import transformers
 from datasets import Dataset
 
 from openrlhf.cli.batch_inference import load, own_gpus
-from openrlhf.commands.infer import BatchTask, run_batch_inference, slice_of
+from openrlhf.commands.infer import (
+    BatchTask,
+    best_answers,
+    preference_pairs,
+    rewards_in_prompts,
+    run_batch_inference,
+    slice_of,
+)
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.datasets.chat import wish_template, wrap_input
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
 from tests.distributed.spawn import run_ranks
-from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
+from tests.tiny import make_model, make_reward_model, read_jsonl, write_jsonl
 
 NUM_PROMPTS = 11  # odd: one of two ranks has one more
 GREEDY = "--greedy_sampling --max_new_tokens 12 --prompt_max_len 64 --micro_batch_size 3"
@@ -33,10 +40,6 @@ def config_of(folder: Path, task: str, flags: str, **paths: str) -> BatchInferen
     names = {"pretrain": "model", "dataset": "prompts.jsonl", "output_path": "out.jsonl", **paths}
     words = [word for key, name in names.items() for word in (f"--{key}", str(folder / name))]
     return parse_config(BatchInferenceConfig, ["--eval_task", task, *words, *flags.split()]).config
-
-
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def scored_pairs(prompts: list[dict]) -> list[dict]:
@@ -71,9 +74,9 @@ def both_worlds(folder: Path) -> None:
 
 
 def test_two_ranks_answer_as_one_and_in_input_order(folder: Path, both_worlds: None) -> None:
-    alone, together = (read_rows(folder / f"gen-{size}.jsonl") for size in ("one", "two"))
+    alone, together = (read_jsonl(folder / f"gen-{size}.jsonl") for size in ("one", "two"))
     assert alone == together
-    inputs = [row["input"] for row in read_rows(folder / "prompts.jsonl")]
+    inputs = [row["input"] for row in read_jsonl(folder / "prompts.jsonl")]
     assert [row["input"] for row in alone] == inputs
     assert not [path.name for path in folder.iterdir() if path.name.endswith((".parts", ".tmp"))]
 
@@ -81,7 +84,7 @@ def test_two_ranks_answer_as_one_and_in_input_order(folder: Path, both_worlds: N
 def test_answers_are_the_greedy_ones_of_transformers(folder: Path, both_worlds: None) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    for row in read_rows(folder / "gen-two.jsonl"):
+    for row in read_jsonl(folder / "gen-two.jsonl"):
         ids = tokenizer(row["input"], return_tensors="pt").input_ids
         found = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.size(1) :]
         assert row["output"] == tokenizer.decode(found, skip_special_tokens=True)
@@ -96,7 +99,7 @@ def test_rewards_are_those_of_transformers_for_any_ranks_and_stage(
     auto_class = transformers.AutoModelForSequenceClassification
     model = auto_class.from_pretrained(folder / "reward")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "reward")
-    rows, answers = read_rows(folder / f"{name}.jsonl"), read_rows(folder / "answers.jsonl")
+    rows, answers = read_jsonl(folder / f"{name}.jsonl"), read_jsonl(folder / "answers.jsonl")
     assert [{k: row[k] for k in ("input", "output")} for row in rows] == answers
     for row in rows:
         ids = [*tokenizer(row["input"] + row["output"]).input_ids, tokenizer.eos_token_id]
@@ -112,15 +115,15 @@ def test_parts_of_other_settings_are_not_taken(
     (parts / "rank0.jsonl").write_text('[0, [{"input": "stale", "output": "stale"}]]\n')
     run_batch_inference(config_of(folder, "generate", GREEDY, output_path="anew.jsonl"))
     assert "starting anew" in capfd.readouterr().out
-    assert len(read_rows(folder / "anew.jsonl")) == NUM_PROMPTS
+    assert len(read_jsonl(folder / "anew.jsonl")) == NUM_PROMPTS
     assert "stale" not in (folder / "anew.jsonl").read_text()
 
 
 def test_samples_of_a_prompt_differ_and_stand_together(folder: Path) -> None:
     flags = "--best_of_n 3 --max_new_tokens 8 --prompt_max_len 64"
     run_batch_inference(config_of(folder, "generate", flags, output_path="three.jsonl"))
-    rows = read_rows(folder / "three.jsonl")
-    inputs = [row["input"] for row in read_rows(folder / "prompts.jsonl")]
+    rows = read_jsonl(folder / "three.jsonl")
+    inputs = [row["input"] for row in read_jsonl(folder / "prompts.jsonl")]
     assert [row["input"] for row in rows] == [text for text in inputs for _ in range(3)]
     assert len({row["output"] for row in rows[:3]}) == 3
 
@@ -128,14 +131,6 @@ def test_samples_of_a_prompt_differ_and_stand_together(folder: Path) -> None:
 def test_slices_are_short_at_the_end_and_begin_again() -> None:
     expected = [[0, 1], [2, 3], [4], [0, 1], [2, 3], [4]]
     assert [list(slice_of(5, 2, iteration)) for iteration in range(6)] == expected
-
-
-def test_a_reward_model_that_openrlhf_saved_scores(folder: Path) -> None:
-    as_openrlhf_saves(folder / "reward", folder / "theirs", head="value_head")
-    for pretrain in ("reward", "theirs"):
-        paths = {"pretrain": pretrain, "dataset": "answers.jsonl"}
-        run_batch_inference(config_of(folder, "rm", "", output_path=f"by-{pretrain}", **paths))
-    assert (folder / "by-reward").read_text() == (folder / "by-theirs").read_text()
 
 
 def test_too_long_answers_are_refused_before_a_model_is_loaded(folder: Path) -> None:
@@ -197,7 +192,7 @@ def test_vllm_answers_as_hugging_face_does(tmp_path: Path) -> None:
         words += f" --output_path {tmp_path}/{task}.jsonl --repetition_penalty 1.3 {GREEDY}"
         command = [sys.executable, "-m", "openrlhf.cli.batch_inference", *words.split()]
         subprocess.run(command, check=True, capture_output=True, timeout=200)
-    found = [read_rows(tmp_path / f"{task}.jsonl") for task in ("generate", "generate_vllm")]
+    found = [read_jsonl(tmp_path / f"{task}.jsonl") for task in ("generate", "generate_vllm")]
     assert found[0] == found[1]
 
 
@@ -214,7 +209,7 @@ def test_answers_are_scored_behind_the_prompt_that_the_model_read(folder: Path) 
         run_batch_inference(
             config_of(folder, "generate", f"{GREEDY} --apply_chat_template", **paths)
         )
-    texts, lists = (read_rows(folder / f"{name}-out.jsonl") for name in ("texts", "lists"))
+    texts, lists = (read_jsonl(folder / f"{name}-out.jsonl") for name in ("texts", "lists"))
     assert [row["output"] for row in texts] == [row["output"] for row in lists]
     assert [row["input"] for row in texts] == [
         f"<|user|>{text}<|end|><|assistant|>" for text in asked
@@ -233,7 +228,7 @@ def test_answers_are_scored_behind_the_prompt_that_the_model_read(folder: Path) 
     for name, flags in (("texts", ""), ("texts", "--apply_chat_template"), ("lists", "")):
         paths = {"pretrain": "reward", "dataset": f"{name}-said.jsonl", "output_path": "by.jsonl"}
         run_batch_inference(config_of(folder, "rm", flags, **paths))
-        rows = read_rows(folder / "by.jsonl")
+        rows = read_jsonl(folder / "by.jsonl")
         assert [row["input"] for row in rows] == (dialogues if name == "lists" else asked_of(texts))
         found[name, flags] = [row["reward"] for row in rows]
     first = found.pop(("texts", ""))
@@ -252,7 +247,7 @@ def test_answers_of_the_data_are_written_with_the_prompt_they_were_scored_behind
     flags = "--input_key question --output_key response --apply_chat_template --post_processor csft"
     paths = {"pretrain": "reward", "dataset": "qa.jsonl", "output_path": "csft.jsonl"}
     run_batch_inference(config_of(folder, "rm", flags, **paths))
-    [row] = read_rows(folder / "csft.jsonl")
+    [row] = read_jsonl(folder / "csft.jsonl")
     assert row["input"] == f"<|user|>1+1?<|end|><|assistant|> <rm_score>: {row['reward']:.2f} "
     assert (row["question"], row["response"], row["output"], row["id"]) == ("1+1?", "2", "2", 4)
 
@@ -282,14 +277,14 @@ def test_all_columns_of_the_data_stay_in_the_rows(folder: Path) -> None:
     flags = "--best_of_n 2 --max_new_tokens 8 --prompt_max_len 64"
     paths = {"dataset": "facts.parquet", "output_path": "facts-out.jsonl"}
     run_batch_inference(config_of(folder, "generate", flags, **paths))
-    rows = read_rows(folder / "facts-out.jsonl")
+    rows = read_jsonl(folder / "facts-out.jsonl")
     own = {"input": "1+1=", "is_rendered": True}
     for row in rows:
         assert row == {**facts, **own, **{k: row[k] for k in ("output", "finish_reason")}}
     assert "of the data" not in asked_of(rows)
     paths = {"pretrain": "reward", "dataset": "facts-out.jsonl", "output_path": "facts-rm.jsonl"}
     run_batch_inference(config_of(folder, "rm", "--post_processor rs", **paths))
-    [best] = read_rows(folder / "facts-rm.jsonl")  # two answers with one id are read
+    [best] = read_jsonl(folder / "facts-rm.jsonl")  # two answers with one id are read
     assert best == {**next(row for row in rows if row["output"] == best["output"]), **best}
 
 
@@ -306,20 +301,20 @@ def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: P
     write_jsonl(folder / "dialogues.jsonl", rows)
     paths = {"dataset": "dialogues.jsonl", "output_path": "dialogues-out.jsonl"}
     run_batch_inference(config_of(folder, "generate", GREEDY, **paths))
-    answers = read_rows(folder / "dialogues-out.jsonl")
+    answers = read_jsonl(folder / "dialogues-out.jsonl")
     assert [row["input"] for row in answers] == [[question], rows[1]["messages"]]
     assert [row["tools"] for row in answers] == [tools, tools]
 
     write_jsonl(folder / "said.jsonl", [{**row, "output": "two"} for row in answers])
     scored = {"pretrain": "reward", "dataset": "said.jsonl", "output_path": "said-rm.jsonl"}
     run_batch_inference(config_of(folder, "rm", "", **scored))
-    [first, _] = read_rows(folder / "said-rm.jsonl")
+    [first, _] = read_jsonl(folder / "said-rm.jsonl")
     assert (first["input"], first["output"], first["tools"]) == ([question], "two", tools)
 
     write_jsonl(folder / "whole.jsonl", rows[:1])
     scored = {"pretrain": "reward", "dataset": "whole.jsonl", "output_path": "whole-rm.jsonl"}
     run_batch_inference(config_of(folder, "rm", "", **scored))
-    [row] = read_rows(folder / "whole-rm.jsonl")
+    [row] = read_jsonl(folder / "whole-rm.jsonl")
     assert (row["input"], row["output"]) == ([question], "3")
 
 
@@ -331,3 +326,98 @@ def test_a_wrong_model_hides_no_column(folder: Path, refuse) -> None:
     head, question, gold = error.splitlines()
     assert "has no value head" in head
     assert "'question'" in question and "'gold'" in gold
+
+
+def row(prompt: object, output: str, reward: float) -> dict:
+    return {"input": prompt, "output": output, "reward": reward}
+
+
+ROWS = [
+    row("a", "x", 1.0),
+    row("b", "y", -2.0),
+    row("a", "z", 3.0),
+    row("b", "v", -2.0),
+    row("a", "w", 3.0),
+    row("a", "u", 0.5),
+]
+
+
+def test_the_best_answer_of_each_prompt_stays_and_the_first_of_equals():
+    assert best_answers(ROWS) == [row("a", "z", 3.0), row("b", "y", -2.0)]
+
+
+def test_the_best_and_the_worst_answer_make_a_pair_and_equal_ones_are_counted():
+    pairs, num_equal = preference_pairs(ROWS)
+    assert pairs == [
+        {
+            "prompt": "a",
+            "chosen": "z",
+            "chosen_reward": 3.0,
+            "rejected": "u",
+            "rejected_reward": 0.5,
+        }
+    ]
+    assert num_equal == 1
+
+
+def test_a_pair_says_which_of_its_sides_was_cut():
+    cut = {"finish_reason": "length"}
+    [pair], _ = preference_pairs(
+        [row("a", "x", 1.0) | cut, row("a", "y", 0.0) | {"finish_reason": "stop"}]
+    )
+    assert pair["chosen_finish_reason"] == "length" and "rejected_finish_reason" not in pair
+
+
+def test_other_columns_stay_with_the_rows_that_are_kept_and_made():
+    facts = {"id": 7, "is_rendered": True, "chosen": "of the data"}
+    rows = [{**row("a", "x", 1.0), **facts}, {**row("a", "y", 0.0), **facts}]
+    assert best_answers(rows) == rows[:1]
+    [pair], _ = preference_pairs(rows)
+    assert (pair["id"], pair["is_rendered"]) == (7, True)
+    assert (pair["chosen"], pair["given_chosen"]) == ("x", "of the data")
+    assert not pair.keys() & {"input", "output", "reward"}
+    assert [found["id"] for found in rewards_in_prompts(rows)] == [7, 7]
+
+
+def test_message_lists_that_say_the_same_are_one_prompt():
+    first = [{"role": "user", "content": "hi"}]
+    again = [{"content": "hi", "role": "user"}]
+    rows = [row(first, "x", 1.0), row(again, "y", 2.0)]
+    assert best_answers(rows) == [rows[1]]
+
+
+def test_the_reward_is_written_behind_the_prompt_with_two_decimals():
+    braces = "print {reward} {input} {x}"
+    found = rewards_in_prompts([row("2+2=", "4", 1.234), row(braces, "3", -0.5)])
+    assert [item["input"] for item in found] == [
+        "2+2= <rm_score>: 1.23 ",
+        f"{braces} <rm_score>: -0.50 ",
+    ]
+    assert [item["output"] for item in found] == ["4", "3"]
+
+
+def test_z_scores_are_written_where_they_are_wanted():
+    rows = [row("a", "x", 1.0), row("b", "y", 3.0)]  # mean 2, standard deviation 1
+    found = rewards_in_prompts(rows, "[{reward}] {input}", normalize=True)
+    assert [item["input"] for item in found] == ["[-1.00] a", "[1.00] b"]
+    [equal, _] = rewards_in_prompts([rows[0], rows[0]], "[{reward}] {input}", normalize=True)
+    assert equal["input"] == "[0.00] a"
+
+
+def test_a_wish_stands_where_the_reward_was_written():
+    [row] = rewards_in_prompts([{"input": "2+2=", "output": "4", "reward": 5.0}])
+    assert wrap_input("2+2=", wish_template("<rm_score>: 5.00")) == row["input"]
+    template = "[{reward}] {input}"
+    [row] = rewards_in_prompts([{"input": "2+2=", "output": "4", "reward": 5.0}], template)
+    assert wrap_input("2+2=", wish_template("[5.00] {input}")) == row["input"] == "[5.00] 2+2="
+
+
+def test_in_a_dialogue_the_last_user_message_is_wrapped():
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "bye"},
+    ]
+    found = wrap_input(messages, "{input}!")
+    assert [message["content"] for message in found] == ["hi", "yes?", "bye!"]
+    assert messages[2]["content"] == "bye"

@@ -25,8 +25,8 @@ from openrlhf.trainer.workers.critic_and_frozen import CriticModelActor
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
+from tests.helpers.rollouts import rollout
 from tests.tiny import make_model, write_jsonl
-from tests.trainer.test_experience import rollout
 
 
 def problem(model: Path, folder: Path, flags: str) -> str:

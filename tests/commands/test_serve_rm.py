@@ -19,7 +19,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,11 +27,10 @@ from openrlhf.commands.serve_rm import read_token
 from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_sequence_model
-from openrlhf.models.value_head import RewardModel
-from openrlhf.utils.packing import PackedBatch
 from tests.commands.served import JSON, serving, unharmed, wait_until
+from tests.models.helpers import scores_of
 from tests.source import ROOT
-from tests.tiny import Payload, as_openrlhf_saves, make_reward_model
+from tests.tiny import Payload, make_reward_model
 
 TEXTS = [
     "hi",
@@ -54,29 +52,17 @@ def served(reward_dir):
         yield served
 
 
-def trainers_scores(path, texts, *, normalize_reward=False):
+def trainers_scores(path, texts, **options):
     """As the trainer asks: token ids in a packed row, each text by itself."""
-    model = RewardModel(load_sequence_model(path), normalize_reward=normalize_reward).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    scores = []
-    for text in texts:
-        ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
-        with torch.no_grad():
-            batch = PackedBatch.from_sequences([ids], [torch.zeros(len(ids))])
-            scores.append(model(batch).scores.item())
-    return scores
+    model, tokenizer = load_sequence_model(path), transformers.AutoTokenizer.from_pretrained(path)
+    rows = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    return [scores_of(model, [row], **options).item() for row in rows]
 
 
 def test_rewards_over_http_are_those_of_the_reward_model(served, reward_dir):
     expected = trainers_scores(reward_dir, TEXTS)
     assert served.rewards(*TEXTS) == pytest.approx(expected, abs=1e-5)
     assert [served.rewards(text)[0] for text in TEXTS] == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_reward_model_that_openrlhf_saved_is_served(served, reward_dir, tmp_path):
-    path = as_openrlhf_saves(reward_dir, tmp_path / "saved", head="value_head")
-    with serving(path) as other:
-        assert other.rewards(*TEXTS) == served.rewards(*TEXTS)
 
 
 def test_every_one_of_64_clients_gets_its_own_answer(served, reward_dir):

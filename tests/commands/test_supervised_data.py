@@ -13,8 +13,8 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.trainer.base_trainer import Inputs
 from openrlhf.trainer.sft_trainer import SFTTrainer
+from tests.helpers.losses import COMMANDS, make_row
 from tests.tiny import write_jsonl
-from tests.trainer.test_gradients import COMMANDS, make_row
 
 QUESTION = [{"role": "user", "content": "q"}]
 DIALOGUE = [*QUESTION, {"role": "assistant", "content": "a"}]

@@ -21,7 +21,8 @@ from openrlhf.config.help import help_text
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
-from tests.config.test_settings import CONFIGS
+from tests.helpers.configs import CONFIGS
+from tests.helpers.processes import OF_CALLER
 
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
@@ -198,12 +199,6 @@ def test_help_marks_what_is_not_built():
 
 
 SFT_NEEDS = ["--pretrain", "m", "--dataset", "d", "--save_path", "run"]
-OF_CALLER = {
-    "HF_HOME": "/caches/hf",
-    "HF_TOKEN": "hf_token_of_mine",
-    "HF_HUB_OFFLINE": "1",
-    "HF_ENDPOINT": "http://mirror.example",
-}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from openrlhf.config.supervised import (
     RMConfig,
     SFTConfig,
 )
-from tests.config.test_problems import NEEDS, problems
+from tests.helpers.configs import NEEDS, problems
 from tests.source import ROOT
 
 TRAINERS = (SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig, PPOConfig)

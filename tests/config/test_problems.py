@@ -22,27 +22,7 @@ from openrlhf.config.supervised import (
     RMConfig,
     SFTConfig,
 )
-from openrlhf.errors import ConfigError
-
-ROWS = "--pretrain m --dataset d "
-NEEDS = {
-    PPOConfig: "--pretrain m --prompt_data d --remote_rm_url r.py ",
-    SFTConfig: ROWS,
-    DPOConfig: ROWS,
-    KTOConfig: ROWS,
-    PRMConfig: ROWS + "--placeholder_token <step> ",
-    KDConfig: ROWS + "--teacher_model t ",
-    EvaluateConfig: "--models m --dataset d --remote_rm_url r.py ",
-    BatchInferenceConfig: ROWS + "--output_path o.jsonl --eval_task ",
-    LoraCombinerConfig: "--model_path m --lora_path l --output_path ",
-    ServeRewardConfig: "--reward_pretrain m ",
-}
-
-
-def problems(config_class, line):
-    with pytest.raises(ConfigError) as caught:
-        parse_config(config_class, line.split())
-    return caught.value.problems
+from tests.helpers.configs import NEEDS, problems
 
 
 def notices(config_class, line):

@@ -19,44 +19,18 @@ from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
-    ChatConfig,
-    LoraCombinerConfig,
-    PushConfig,
-    ReplayConfig,
-    ReportConfig,
-    ServeRewardConfig,
 )
 from openrlhf.config.supervised import (
     SMOOTHED_LOSSES,
     DPOConfig,
     KDConfig,
-    KTOConfig,
-    PRMConfig,
-    RMConfig,
     SFTConfig,
 )
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_utils.demands import ClusterView, role_demands
+from tests.helpers.configs import COMMANDS
 
 SETTINGS = Path(__file__).with_name("settings.txt")
-COMMANDS: dict[str, type[CommandConfig]] = {
-    "train_sft": SFTConfig,
-    "train_rm": RMConfig,
-    "train_dpo": DPOConfig,
-    "train_kto": KTOConfig,
-    "train_prm": PRMConfig,
-    "train_kd": KDConfig,
-    "train_ppo_ray": PPOConfig,
-    "evaluate": EvaluateConfig,
-    "batch_inference": BatchInferenceConfig,
-    "serve_rm": ServeRewardConfig,
-    "lora_combiner": LoraCombinerConfig,
-    "push": PushConfig,
-    "interactive_chat": ChatConfig,
-    "replay": ReplayConfig,
-    "report": ReportConfig,
-}
-CONFIGS = tuple(COMMANDS.values())
 TIME = re.compile(r"\d{8}-\d{6}|\d{4}T\d\d:\d\d|\d{4}T\d{6}")
 
 

@@ -7,7 +7,7 @@ from datasets import Dataset
 from openrlhf.datasets.process_reward_dataset import ProcessRewardDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
-from tests.utils.test_tokenizer import BOS, bos_tokenizer
+from tests.helpers.tokenizers import BOS, bos_tokenizer
 
 
 def steps(tokenizer, rows: list[dict], **options) -> ProcessRewardDataset:

@@ -7,8 +7,8 @@ from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
+from tests.helpers.tokenizers import BOS, bos_tokenizer
 from tests.tiny import write_jsonl
-from tests.utils.test_tokenizer import BOS, bos_tokenizer
 
 
 def prompts(tokenizer, rows: list[dict], **options) -> PromptDataset:

@@ -11,7 +11,7 @@ from openrlhf.datasets.reward_dataset import PreferenceDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
 from openrlhf.errors import DataError
-from tests.datasets.test_sft_dataset import PLAIN_TEMPLATE, message
+from tests.helpers.rows import PLAIN_TEMPLATE, message
 from tests.tiny import CHAT_TEMPLATE
 
 

@@ -12,10 +12,9 @@ from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import DEFAULT_TEMPLATE, RowFormat
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import load_tokenizer
+from tests.helpers.rows import PLAIN_TEMPLATE, message
+from tests.helpers.tokenizers import BOS, EOS, bos_tokenizer
 from tests.tiny import CHAT_TEMPLATE
-from tests.utils.test_tokenizer import BOS, EOS, bos_tokenizer
-
-PLAIN_TEMPLATE = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def examples(tokenizer, rows: list[dict], **options) -> SFTDataset:
@@ -27,10 +26,6 @@ def shown(tokenizer, dataset: SFTDataset, index: int = 0) -> tuple[str, str]:
     """The whole text of an example and the text of its targets."""
     ids, mask = dataset[index].token_ids, dataset[index].loss_mask
     return tokenizer.decode(ids), tokenizer.decode(ids[mask])
-
-
-def message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 @pytest.mark.parametrize("output", ["yo", "yo<|end|>"])

@@ -7,19 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import CriticModel
-from openrlhf.utils.packing import PackedBatch
 from tests.distributed.spawn import run_ranks
+from tests.helpers.shared_rows import ROWS, Outcome, batch_of, outcome
 from tests.tiny import make_model, make_reward_model
 
-# Odd lengths; one token less than ranks; one long sequence; one that is all of the last slices.
-ROWS = {"ragged": (7, 30, 2, 11), "short": (3,), "long": (61,), "even": (16, 16)}
 SHARING = {
     "ring": DeepSpeedConfig(ring_attn_size=4),
     "ring by 2 heads": DeepSpeedConfig(ring_attn_size=4, ring_attn_head_stride=2),
@@ -33,38 +30,10 @@ FAMILIES = {
 }
 
 
-def batch_of(lengths: tuple[int, ...]) -> PackedBatch:
-    """Rows whose first third has no targets."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    tokens = [torch.randint(6, 250, (n,), generator=generator) for n in lengths]
-    return PackedBatch.from_sequences(tokens, [torch.arange(n) > n // 3 for n in lengths])
-
-
 def load(folder: Path, name: str) -> Actor | CriticModel:
     if name == "critic":
         return CriticModel(load_sequence_model(folder / "reward"))
     return Actor(load_causal_lm(folder / name), with_aux_loss=name == "mixtral")
-
-
-Outcome = tuple[list[Tensor], Tensor]
-
-
-def outcome(model: Actor | CriticModel, batch: PackedBatch) -> Outcome:
-    """What a model says of a row, and the flat gradient of a loss in which every number counts
-    differently.
-    """
-    model.zero_grad(set_to_none=False)
-    if isinstance(model, CriticModel):
-        results = [model(batch)]
-    else:
-        stats = model(batch, temperature=0.8, with_entropy=True)
-        results = [x for x in stats if x is not None]
-    weights = (torch.linspace(0.5, 1.5, x.numel()).view(x.shape) for x in results)
-    sum(
-        (x.float() * w.to(x.device)).sum() for x, w in zip(results, weights, strict=True)
-    ).backward()
-    grads = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
-    return [x.detach() for x in results], torch.cat([grad.flatten() for grad in grads])
 
 
 def compare_all(folder: Path) -> dict[tuple[str, str, str], tuple[Outcome, Outcome]]:

@@ -16,14 +16,12 @@ from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.collectives import shut_down
 from openrlhf.distributed.export import export_hf, without_folders, write_folder
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.weights import full_parameters, stored_parameters
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
-from openrlhf.models.value_head import RewardModel
-from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.distributed.spawn import run_ranks
-from tests.models.helpers import command
+from tests.models.helpers import command, scores_of
 from tests.tiny import make_model, make_tokenizer
 
 KINDS = {
@@ -117,16 +115,6 @@ def lora(folder: Path) -> peft.PeftModel:
     return peft.get_peft_model(model, config)
 
 
-def test_adapters_are_merged_under_the_names_of_the_base_model(
-    folder: Path, lora: peft.PeftModel
-) -> None:
-    tensors = {name: tensor.clone() for name, tensor in full_parameters(lora)}
-    merged = lora.merge_and_unload().state_dict()
-    assert tensors.keys() == load_file(folder / "qwen2" / "model.safetensors").keys()
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(tensor, merged[name])
-
-
 def test_a_lora_model_is_exported_as_a_peft_adapter(folder: Path, lora: peft.PeftModel) -> None:
     strategy = DeepSpeedStrategy(DeepSpeedConfig())
     strategy.prepare_eval(lora)
@@ -191,13 +179,6 @@ def make_base(path: Path, name: str) -> Path:
     return path
 
 
-def trained_scores(model: torch.nn.Module, texts: list[list[int]]) -> torch.Tensor:
-    ids = [torch.tensor(text) for text in texts]
-    batch = PackedBatch.from_sequences(ids, [torch.zeros(len(i), dtype=torch.bool) for i in ids])
-    with torch.no_grad():
-        return RewardModel(model)(batch).scores
-
-
 @pytest.mark.parametrize("kind", BASES)
 def test_an_export_scores_single_texts_and_padded_batches_as_the_trained_model(
     kind: str, tmp_path: Path
@@ -209,7 +190,7 @@ def test_an_export_scores_single_texts_and_padded_batches_as_the_trained_model(
     own = load_tokenizer(str(base))
     export_hf(trained, own, path)
     assert trained.config.pad_token_id == own.eos_token_id  # the live model is as it was
-    expected = trained_scores(trained, [own(text + own.eos_token)["input_ids"] for text in TEXTS])
+    expected = scores_of(trained, [own(text + own.eos_token)["input_ids"] for text in TEXTS])
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)

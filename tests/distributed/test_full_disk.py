@@ -13,6 +13,7 @@ from torch import nn
 
 from openrlhf.cli import train_sft
 from openrlhf.distributed import export
+from tests.integration.commands import exit_code
 from tests.tiny import write_jsonl
 
 
@@ -46,10 +47,8 @@ def test_a_model_without_room_at_the_end_is_written_elsewhere(
 ) -> None:
     import transformers
 
-    with pytest.raises(SystemExit) as stop:
-        train_sft.main(sft_words(tiny_model_dir, tmp_path))
+    assert exit_code(train_sft.main, sft_words(tiny_model_dir, tmp_path)) == 3
     lines = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 3
     [error] = [line for line in lines if line.startswith("error: ")]
     start = f"error: the model cannot be written to {tmp_path}/run: No space left on device. It "
     assert error.startswith(start + "takes 0.00 GB, ")
@@ -74,11 +73,9 @@ def test_checkpoints_without_room_do_not_cost_the_model(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * num_bytes, before[1]))  # states take three times
     try:
-        with pytest.raises(SystemExit) as stop:
-            train_sft.main(words)
+        assert exit_code(train_sft.main, words) == 3
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert stop.value.code == 3
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(
         r"error: checkpoint of step 3 was not saved: File too large: tp0-dp0.pt takes \d\.\d\d GB, "
@@ -101,10 +98,8 @@ def test_a_disk_without_room_for_the_model_is_said_before_training(
         "disk_usage",
         lambda path: Usage if Path(path).is_relative_to(tmp_path) else plain(path),
     )
-    with pytest.raises(SystemExit) as stop:
-        train_sft.main(sft_words(tiny_model_dir, tmp_path))
+    assert exit_code(train_sft.main, sft_words(tiny_model_dir, tmp_path)) == 2
     said = capsys.readouterr()
-    assert stop.value.code == 2
     assert said.err.splitlines()[-1] == (
         f"error: --save_path {tmp_path}/run has 0.00 GB free, and the model takes 0.00 GB. Make "
         "room, or type the path of a folder on another disk."

@@ -4,7 +4,6 @@ micro-batches, ranks, ZeRO stages, ranks without a sample, rows that two of four
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +20,10 @@ from openrlhf.trainer.workers.critic_and_frozen import CriticModelActor
 from openrlhf.trainer.workers.model_worker import ModelWorker
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from tests.distributed.spawn import run_ranks
-from tests.distributed.test_train_engine import full_gradients
+from tests.helpers.gradients import caught_gradients
+from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
 from tests.tiny import make_model, make_reward_model
-from tests.trainer.test_experience import rollout
 
 STAGES = {2: (0, 3), 4: (0, 2, 3)}
 # None of them is the default of its flag.
@@ -197,23 +196,6 @@ def own_steps(worker: ModelWorker, count: int) -> list[UpdateStep]:
     return [replace(step, num_steps=2) for step in plan[topology.dp_rank]]
 
 
-def captured(worker: ModelWorker, update: Callable[[], object]) -> Tensor:
-    """The flat gradient of one optimizer step, before it is applied."""
-    held: list[Tensor] = []
-    original = worker.engine.step
-
-    def step() -> float:
-        held.append(torch.cat([grad.flatten() for grad in full_gradients(worker.engine)]))
-        return original()
-
-    worker.engine.step = step
-    try:
-        update()
-    finally:
-        worker.engine.step = original
-    return held[0]
-
-
 def run_stage(folder: Path, zero_stage: int, world_size: int) -> dict[tuple, Tensor]:
     config = make_config(folder, zero_stage, world_size)
     gradients = {}
@@ -225,7 +207,9 @@ def run_stage(folder: Path, zero_stage: int, world_size: int) -> dict[tuple, Ten
             for cut in CUTS:
                 worker.config = changed(config, variant, cut)
                 steps = own_steps(worker, CUTS[cut][0])
-                gradient = captured(worker, lambda w=worker, s=steps: w.fit(s))
+                with caught_gradients(worker) as caught:
+                    worker.fit(steps)
+                gradient = torch.cat([grad.flatten() for grad in caught])
                 gradients[zero_stage, variant, cut] = gradient
         gradients[zero_stage, worker_class, "spoiled"] = spoiled(worker)
     return gradients

@@ -1,13 +1,23 @@
 """vLLM in this process samples what the trainer computes, before and after weight updates."""
 
+import time
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as hf
 
+from openrlhf.distributed.weights import as_stored
+from openrlhf.engines.base import Completion
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_receiver import report_full_logprobs
 from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.utils.tensors import fingerprint
+from tests.distributed.spawn import run_ranks
 from tests.engines.helpers import (
     PROMPT,
     buckets,
@@ -15,6 +25,7 @@ from tests.engines.helpers import (
     greedy,
     largest_gap,
     load,
+    reference_logprobs,
     request,
     restored,
     send,
@@ -22,6 +33,7 @@ from tests.engines.helpers import (
     start,
     weights,
 )
+from tests.tiny import make_tokenizer
 
 LONG_PROMPT = tuple(6 + k % 250 for k in range(200))  # more than one block of the cache
 
@@ -167,3 +179,127 @@ def test_the_second_runner_takes_log_probs_of_logits_that_nothing_was_cut_from()
     sampled, logits = sampler._sample_random(LOGITS.clone(), torch.tensor([0.3]))
     assert sampled.tolist() == [2]
     assert torch.equal(logits, LOGITS)
+
+
+@pytest.fixture
+def models(tiny_model_dir):
+    """The policy at versions 0, 1 and 2."""
+    policies = [load(tiny_model_dir) for _ in range(3)]
+    for version, policy in enumerate(policies):
+        if version:
+            shake(policy, version)
+    return policies
+
+
+def sampled(engine: VLLMEngine, num_tokens: int, **sampling) -> Future[list[Completion]]:
+    """A request that is running and has so many tokens, one a step."""
+    num_steps = engine.num_steps + num_tokens
+    (future,) = engine.submit([request(**sampling)])
+    end_s = time.monotonic() + 20
+    while engine.num_steps < num_steps and time.monotonic() < end_s:
+        time.sleep(0.001)
+    return future
+
+
+def check(answer: Completion, models, versions: list[int], temperature: float = 1.0) -> None:
+    """Each token has the log-prob of the policy it says it is of; these are in this order."""
+    found = answer.token_versions
+    assert len(found) == len(answer.token_ids)
+    assert list(dict.fromkeys(found)) == versions == sorted(versions)
+    assert answer.weight_version == versions[-1]
+    reported = torch.tensor(answer.logprobs)
+    for version in versions:
+        mine = torch.tensor([v == version for v in found])
+        expected = reference_logprobs(models[version], PROMPT, answer, temperature)
+        assert (expected - reported)[mine].abs().max() < 1e-3
+        for other in set(range(len(models))) - {version}:
+            wrong = reference_logprobs(models[other], PROMPT, answer, temperature)
+            assert (wrong - reported)[mine].abs().max() > 1e-2  # it would be seen
+
+
+def test_samples_of_two_updates_are_what_each_policy_would_have_sampled(engine, models):
+    settings = {"temperature": 0.7, "max_new_tokens": 300}
+    with restored(engine, models[0], 0):
+        several = engine.submit([request(num_samples=3, **settings), request(seed=5, **settings)])
+        for version in (1, 2):
+            watched = sampled(engine, 20, **settings)
+            received = send(engine, weights(models[version]), version, keep_running=True)
+            assert received == {n: fingerprint(t) for n, t in weights(models[version])}
+        answers = [answer for future in several for answer in future.result(60)]
+        assert len(answers) == 4 and len({answer.token_ids for answer in answers}) == 4
+        for answer in answers:
+            check(answer, models, [0, 1, 2], temperature=0.7)
+        check(watched.result(60)[0], models, [1, 2], temperature=0.7)
+        assert engine_greedy(engine) == greedy(models[2])  # the engine holds the new weights
+
+
+def test_requests_that_come_during_an_update_wait_for_the_new_weights(engine, models):
+    with restored(engine, models[0], 0):
+        running = sampled(engine, 5, max_new_tokens=60)
+        engine.begin_weight_update(True)
+        [late] = engine.submit([request(max_new_tokens=20)])
+        for bucket in buckets(weights(models[1]), 2**20):
+            engine.receive_bucket(bucket)
+        engine.finish_weight_update(1)
+        check(late.result(30)[0], models[:2], [1])
+        check(running.result(30)[0], models[:2], [0, 1])
+
+
+SIZES = {"vocab_size": 262, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 256}
+
+
+SHORT = {"vocab_size": 262, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1}
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+FAMILIES = {
+    "mixtral": lambda: hf.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**LLAMA, **EXPERTS, head_dim=32),
+    "bloom": lambda: hf.BloomConfig(**SHORT, hidden_size=128),
+    "falcon": lambda: hf.FalconConfig(**SIZES, bos_token_id=1, eos_token_id=1),
+}
+
+
+IN_MAIN = {"mixtral"}
+
+
+def make(family: str, path: Path) -> Any:
+    make_tokenizer(path)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    shake(model, 7)
+    model.save_pretrained(path)
+    return load(path)
+
+
+def gap(engine: VLLMEngine, model: Any) -> float:
+    """How far log-probs lie from the trainer's, at most."""
+    prompts = [PROMPT[:n] for n in (3, 10, 40)]
+    asked = [request(prompt, num_samples=2, max_new_tokens=20) for prompt in prompts]
+    answers = zip(prompts, engine.generate(asked), strict=True)
+    return max(largest_gap(model, p, a, 1.0) for p, samples in answers for a in samples)
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in IN_MAIN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
+def test_two_updates_arrive(family: str, tmp_path: Path) -> None:
+    """In a process of its own: vLLM has groups for experts in its first engine of one, or never."""
+    run_ranks(partial(check_updates, family), 1, tmp_path)
+
+
+def check_updates(family: str, folder: Path) -> None:
+    model = make(family, folder)
+    engine = start(folder)
+    assert gap(engine, model) < 1e-3
+    for version in (1, 2):
+        shake(model, version)
+        before = gap(engine, model)
+        send(engine, list(as_stored(model, weights(model))), version, bucket_bytes=2**17)
+        assert gap(engine, model) < 1e-3 < before / 10
+    engine.shutdown()

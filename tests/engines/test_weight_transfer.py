@@ -57,17 +57,3 @@ def test_another_process_reads_what_was_written(way):
     ours.send(None)
     process.join(20)
     assert process.exitcode == 0
-
-
-def test_tensors_lie_at_multiples_of_64_bytes_and_a_large_one_alone():
-    large = ("large", torch.full((40,), 2.0))
-    found = [
-        (bucket.names, bucket.offsets, bucket.num_bytes)
-        for bucket, _ in writer(128).buckets([*WEIGHTS, large, WEIGHTS[0]])
-    ]
-    assert found == [
-        (("a", "odd"), (0, 64), 66),
-        (("b",), (0,), 24),
-        (("large",), (0,), 160),
-        (("a",), (0,), 16),
-    ]

@@ -13,12 +13,9 @@ import pytest
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.supervised import DPOConfig
-from tests.examples.test_scripts import SCRIPTS
-from tests.examples.test_scripts_run import TINY_RL, tiny_variables
+from tests.helpers.scripts import SCRIPTS, TINY_RL
 from tests.integration.heads import free_ports
 from tests.source import ROOT
-
-__all__ = ["tiny_variables"]
 
 JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
 RECORDER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$RECORD"\n'

@@ -1,15 +1,14 @@
 """The demo's data and reward, and what it learns."""
 
 import importlib.util
-import json
 import os
 import resource
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.integration.commands import run_command
+from tests.tiny import read_jsonl
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "python"
 
@@ -21,17 +20,13 @@ def load(name: str):
     return module
 
 
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_data_holds_problems_out_and_a_teacher_who_hedges_two_times_of_three(tmp_path):
     load("make_demo").make_data(tmp_path, 1)
-    held_out = {row["question"] for row in rows(tmp_path / "held_out.jsonl")}
+    held_out = {row["question"] for row in read_jsonl(tmp_path / "held_out.jsonl")}
     assert len(held_out) == 200
     for name in ("warm_up.jsonl", "prompts.jsonl"):
-        assert held_out.isdisjoint(row["question"] for row in rows(tmp_path / name))
-    found = rows(tmp_path / "warm_up.jsonl")
+        assert held_out.isdisjoint(row["question"] for row in read_jsonl(tmp_path / name))
+    found = read_jsonl(tmp_path / "warm_up.jsonl")
     for row in found[:500]:
         first, second = row["question"].removesuffix("=?").split("+")
         assert int(row["answer"].removesuffix("?")) == int(first) + int(second)
@@ -54,15 +49,14 @@ MAX_CPU_SECONDS = 480  # four minutes on two cores, whatever else they do meanwh
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_learns_what_was_held_out_in_four_minutes(tmp_path: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "OUT": str(tmp_path), "SEED": "1"}
+    env = os.environ | {"OUT": str(tmp_path), "SEED": "1"}
     script = FOLDER.parent / "scripts" / "demo.sh"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run_command("bash", script, env=env, timeout=560)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     name = "eval/eval_sums_pass1"
-    found = [r[name] for r in rows(tmp_path / "rl" / "metrics.jsonl") if name in r]
+    found = [r[name] for r in read_jsonl(tmp_path / "rl" / "metrics.jsonl") if name in r]
     assert found[-1] - found[0] >= MIN_GAIN
     assert {"curves.png", "report.html"} <= set(os.listdir(tmp_path / "rl"))
     assert cpu_seconds < MAX_CPU_SECONDS

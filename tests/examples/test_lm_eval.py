@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
+from tests.helpers.documents import blocks, commands
 from tests.integration.commands import run_command
 from tests.source import ROOT
-from tests.test_docs import blocks, commands, folder  # noqa: F401 - a fixture
 from tests.tiny import make_model
 
 HARNESS = ROOT / ".lm-eval" / "bin" / "lm_eval"
@@ -55,17 +55,17 @@ def wait_for(server: subprocess.Popen, url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HARNESS.exists(), reason="make lm-eval installs it")
-def test_the_harness_counts_what_a_served_model_gets_right(folder: Path) -> None:  # noqa: F811
+def test_the_harness_counts_what_a_served_model_gets_right(checkout: Path) -> None:
     page = ROOT / "docs" / "evaluation.md"
-    found = [words for block in blocks("bash", page) for words in commands(block, folder)]
+    found = [words for block in blocks("bash", page) for words in commands(block, checkout)]
     [serve] = [words[1:] for words in found if "vllm.entrypoints.openai.api_server" in words]
     [ask] = [words[1:] for words in found if words[0] == "lm_eval"]
-    shutil.copytree(model_that_says_4(folder / "model"), folder / "output" / "grpo")
+    shutil.copytree(model_that_says_4(checkout / "model"), checkout / "output" / "grpo")
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = str(probe.getsockname()[1])
     own = ["--port", port]
-    with (folder / "server.log").open("w") as log:
+    with (checkout / "server.log").open("w") as log:
         server = subprocess.Popen([sys.executable, *serve, *own], stdout=log, stderr=log)
     try:
         wait_for(server, f"http://localhost:{port}/health")
@@ -73,7 +73,7 @@ def test_the_harness_counts_what_a_served_model_gets_right(folder: Path) -> None
     finally:
         server.terminate()
         server.wait(timeout=60)
-    [results] = (folder / "output" / "lm-eval").rglob("results*.json")
+    [results] = (checkout / "output" / "lm-eval").rglob("results*.json")
     # Of 2 + 2, 1 + 3 and 2 + 3.
     measured = json.loads(results.read_text())["results"]["sums"]["exact_match,none"]
     assert measured == pytest.approx(2 / 3)

@@ -6,7 +6,6 @@ answer with few or many vowels, as it comes.
 """
 
 import importlib.util
-import json
 import os
 import random
 import statistics
@@ -19,7 +18,7 @@ import torch
 import transformers
 
 from tests.integration.commands import run_command
-from tests.tiny import as_openrlhf_saves, make_tokenizer, write_jsonl
+from tests.tiny import as_openrlhf_saves, make_tokenizer, read_jsonl, write_jsonl
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 VOWELS = "aeiou"
@@ -117,13 +116,8 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run_loop(name: str, folder: Path, variables: dict[str, str]) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, **variables, "PATH": path, "OUT": str(folder)}
+    env = {**os.environ, **variables, "OUT": str(folder)}
     run_command("bash", EXAMPLES / "scripts" / name, env=env, timeout=1160)
-
-
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def vowel_share(rows: list[dict]) -> float:
@@ -143,7 +137,7 @@ def vowel_share(rows: list[dict]) -> float:
 )
 def test_the_reward_of_the_answers_rises(variables, tmp_path, name, train_args):
     run_loop(name, tmp_path, variables | {"TRAIN_ARGS": TRAIN + train_args})
-    shares = [vowel_share(read_rows(tmp_path / f"answers{i}.jsonl")) for i in range(3)]
+    shares = [vowel_share(read_jsonl(tmp_path / f"answers{i}.jsonl")) for i in range(3)]
     assert 0.05 < shares[0] < 0.2  # 5 of 46 tokens
     assert shares[2] > shares[0] + 0.15, shares
     assert (tmp_path / "model2" / "model.safetensors").is_file()
@@ -180,12 +174,12 @@ def fickle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.timeout(1200)
 def test_a_model_of_conditional_sft_gives_the_reward_it_is_asked_for(fickle, tmp_path):
     run_loop("train_conditional_llama.sh", tmp_path, fickle)
-    scored = read_rows(tmp_path / "scored.jsonl")
+    scored = read_jsonl(tmp_path / "scored.jsonl")
     wishes = [float(row["input"].rpartition(" <rm_score>: ")[2]) for row in scored]
     assert statistics.fmean(wishes) == pytest.approx(0, abs=0.01)  # z-scores
     assert statistics.pstdev(wishes) == pytest.approx(1, abs=0.01)
     assert statistics.correlation(wishes, [vowel_share([row]) for row in scored]) > 0.9
-    high, low = (read_rows(tmp_path / f"{name}_scored.jsonl") for name in ("high", "low"))
+    high, low = (read_jsonl(tmp_path / f"{name}_scored.jsonl") for name in ("high", "low"))
     assert vowel_share(high) > vowel_share(low) + MIN_GAP
     rewards = [statistics.fmean(row["reward"] for row in rows) for rows in (high, low)]
     assert rewards[0] > rewards[1] + 0.5, rewards
@@ -198,7 +192,7 @@ MIN_GAIN_OF_PPO = 0.8  # in standard deviations of the reward model's scores; 1.
 @pytest.mark.timeout(600)
 def test_the_pipeline_raises_the_reward_of_the_model_it_trained(tmp_path: Path) -> None:
     run_loop("sft_rm_ppo.sh", tmp_path, {"SEED": "1"})
-    [*_, last] = [r for r in read_rows(tmp_path / "rm" / "metrics.jsonl") if "eval/acc" in r]
+    [*_, last] = [r for r in read_jsonl(tmp_path / "rm" / "metrics.jsonl") if "eval/acc" in r]
     assert last["eval/acc"] > 0.95
-    rewards = [r["reward"] for r in read_rows(tmp_path / "ppo" / "metrics.jsonl") if "reward" in r]
+    rewards = [r["reward"] for r in read_jsonl(tmp_path / "ppo" / "metrics.jsonl") if "reward" in r]
     assert sum(rewards[-3:]) / 3 > rewards[0] + MIN_GAIN_OF_PPO

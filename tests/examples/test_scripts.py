@@ -11,8 +11,8 @@ import pytest
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.cli import parse_config
 from openrlhf.config.supervised import SupervisedConfig
+from tests.helpers.scripts import LOOPS, SCRIPTS, TRAINING_SCRIPTS
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
 # Stands for `python` and `torchrun`: notes its words, one call a file, named by its time. A server
 # is ready once it is noted.
 RECORDER = r"""#!/bin/sh
@@ -50,15 +50,6 @@ def parse(words: list[str]) -> CommandConfig:
     return parse_config(config_class, words[at + 1 :]).config
 
 
-LOOPS = {
-    "train_rejection_sampling_llama.sh": ["generate_vllm", "rm", "openrlhf.cli.train_sft"] * 2,
-    "train_iterative_dpo_llama.sh": ["generate_vllm", "rm", "openrlhf.cli.train_dpo"] * 2,
-    "train_conditional_llama.sh": ["rm", "openrlhf.cli.train_sft", *["generate_vllm", "rm"] * 2],
-}
-SLURM = {"train_llama_slurm.sh", "train_ppo_llama_ray_slurm.sh"}
-TRAINING_SCRIPTS = sorted(
-    {path.name for path in SCRIPTS.glob("train_*.sh") if not path.is_symlink()} - {*LOOPS, *SLURM}
-)
 # What users' documents call examples/scripts.
 NAMES_IN_DOCUMENTS = [
     "nvidia_docker_install.sh",

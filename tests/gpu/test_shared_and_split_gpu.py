@@ -11,9 +11,9 @@ from openrlhf.distributed.collectives import shut_down
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.context_parallel import ContextGroup
-from tests.distributed import test_context_parallel as shared
-from tests.distributed import test_tensor_parallel as split
 from tests.distributed.spawn import run_ranks
+from tests.helpers import shared_rows as shared
+from tests.helpers import split_layers as split
 from tests.models.helpers import command
 from tests.tiny import make_model
 

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from openrlhf.distributed.collectives import shut_down
 from openrlhf.utils.tracker import read_metrics
 
 # Rollout and training sizes every command shares; later flags win.
@@ -35,18 +37,33 @@ def argv(flags: str, *, sizes: str = SMALL, **values: Path | str) -> list[str]:
 def run_command(
     *words: str | Path, timeout: float = 300, env: dict[str, str] | None = None, code: int = 0
 ) -> str:
-    """Run a command, by the Python of the tests if it begins with a flag; return what it said."""
+    """Run a command, by the Python of the tests if it begins with a flag; return what it said.
+    Programs are those beside that Python before others.
+    """
     python = [sys.executable] if str(words[0]).startswith("-") else []
+    inherited = dict(os.environ) if env is None else env
+    path = os.pathsep.join([str(Path(sys.executable).parent), inherited["PATH"]])
     result = subprocess.run(
         [*python, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout,
-        env=os.environ if env is None else env,
+        env=inherited | {"PATH": path},
     )
     assert result.returncode == code, result.stdout[-4000:]
     return result.stdout
+
+
+def exit_code(main: Callable[[list[str]], object], words: Sequence[str]) -> int:
+    """Run a command in this process; return its exit code."""
+    try:
+        main([*words])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        shut_down()
+    return 0
 
 
 def steps_of(run_dir: Path) -> list[dict[str, float]]:

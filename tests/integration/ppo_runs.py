@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from openrlhf.cli import train_ppo
-from openrlhf.distributed.collectives import shut_down
+from tests.integration.commands import exit_code
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 # Scores that differ from sample to sample, and that a policy can raise.
@@ -59,13 +59,7 @@ def words(root: Path, run_dir: Path, flags: str, *more: str) -> list[str]:
 
 def start(root: Path, run_dir: Path, flags: str, *more: str) -> int:
     """One start of a command; its exit code."""
-    try:
-        train_ppo.main(words(root, run_dir, flags, *more))
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    finally:
-        shut_down()
-    return 0
+    return exit_code(train_ppo.main, words(root, run_dir, flags, *more))
 
 
 def saved_run(folder: Path) -> dict:

@@ -7,15 +7,8 @@ import pytest
 
 from openrlhf.cli import train_ppo
 from tests.integration.commands import run_command, steps_of
-from tests.rollout.agent_fakes import OPENAI_EXECUTOR
-from tests.rollout.test_agent_files import ENV, NEW, OWN_LOOP
+from tests.rollout.agent_fakes import ENVIRONMENT, NEW, OPENAI_EXECUTOR, OWN_LOOP
 
-# The environment counts its turns; what is rewarded differs from sample to sample.
-ENVIRONMENT = (
-    dedent(ENV)
-    .replace(' == "L"', "")
-    .replace('"rewards": 0.25', '"rewards": sum(map(ord, states["action_text"])) % 8 / 8')
-)
 OLD_FLAGS = (
     "--async_train --agent_func_path {agent} --advantage_estimator reinforce_baseline "
     "--n_samples_per_prompt 2 --vllm_num_engines 1 --enforce_eager --init_kl_coef 0 "

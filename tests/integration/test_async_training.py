@@ -3,10 +3,8 @@
 import itertools
 import math
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -14,6 +12,7 @@ from openrlhf.cli import train_ppo_ray
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.utils.tracker import read_metrics
+from tests.helpers.processes import workers
 from tests.integration.commands import argv, steps_of
 
 FLAGS = (
@@ -99,16 +98,6 @@ def test_an_asynchronous_run_is_bounded_and_balanced(
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert any("eval/eval_odd_pass1" in record for record in records)
     assert sorted(trained_rows(tmp_path / "run")) == sorted([*range(1, 12)] * 2)
-
-
-def workers(title: str) -> list[psutil.Process]:
-    """The living Ray workers of a class."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # ended meanwhile
-            if " ".join(process.cmdline()).startswith(f"ray::{title}"):
-                found.append(process)
-    return found
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import ray
 
+from tests.helpers.processes import saved_step, wait_for_a_step
 from tests.integration.commands import argv, run_command, steps_of
 from tests.integration.heads import Head, free_ports, ray_command, running_head
-from tests.integration.test_interrupt import saved_step, wait_for_a_step
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,9 @@ from openrlhf.cli import evaluate
 from openrlhf.distributed.checkpoints import find_model
 from openrlhf.errors import ConfigError
 from tests.integration.commands import run_command
-from tests.integration.test_agents import ENVIRONMENT
 from tests.rewards.servers import RewardServer
-from tests.rollout.test_agent_files import NEW
-from tests.tiny import make_model, make_reward_model, write_jsonl
+from tests.rollout.agent_fakes import ENVIRONMENT, NEW
+from tests.tiny import make_model, make_reward_model, read_jsonl, write_jsonl
 
 REWARDS = """
 def letter(completions, **columns):
@@ -67,8 +66,8 @@ def samples(folder: Path) -> pandas.DataFrame:
 
 
 def metrics_of(folder: Path) -> Mapping[str, float]:
-    [line] = (folder / "metrics.jsonl").read_text().splitlines()
-    return json.loads(line)
+    [record] = read_jsonl(folder / "metrics.jsonl")
+    return record
 
 
 @pytest.mark.parametrize("model", ["model", "run"])

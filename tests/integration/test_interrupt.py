@@ -4,61 +4,33 @@ leaves no process behind.
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from openrlhf.utils.tracker import read_metrics
+from tests.helpers.processes import (
+    SFT_FLAGS,
+    environment,
+    launched,
+    saved_step,
+    started,
+    wait_for_a_step,
+)
 from tests.integration.commands import argv, steps_of
-from tests.integration.test_launchers import environment, launched
 from tests.tiny import write_jsonl
 
-DEADLINE_S = 240.0
 FLAGS = (
     "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
     "--num_episodes {episodes} --logging_steps 1 "
 )
-SFT_FLAGS = "--train_batch_size 8 --micro_train_batch_size 4 --max_epochs 1 --logging_steps 1"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@contextmanager
-def started(words: list[str], **more: object) -> Iterator[subprocess.Popen[str]]:
-    """A command that takes Ctrl-C, whatever this process does with it."""
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        **more,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def wait_for_a_step(
-    run_dir: Path, process: subprocess.Popen[Any], *, metric: str = "reward"
-) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    metrics = run_dir / "metrics.jsonl"
-    while not metrics.exists() or not any(metric in r for r in read_metrics(metrics)):
-        assert process.poll() is None, process.communicate()[1][-3000:]
-        assert time.monotonic() < deadline, "no step was made"
-        time.sleep(0.5)
 
 
 def interrupt(
@@ -88,15 +60,6 @@ def test_ctrl_c_while_data_are_tokenised_is_one_line(tiny_model_dir: Path, tmp_p
     last = "error: interrupted: nothing was saved yet. Type the same command to start again"
     assert error.splitlines()[-1:] == [last] and "Traceback" not in error, error
     assert process.returncode == 130
-
-
-def saved_step(error: str, root: Path) -> int:
-    """The step of a last line that says how to go on."""
-    how = rf"it was saved in {root}\. To go on, type the same command with --load_checkpoint"
-    found = re.search(rf"error: interrupted: step (\d+) is done, {how}\n", error)
-    assert found, error[-3000:]
-    assert (root / f"global_step{found[1]}" / "state.json").exists()
-    return int(found[1])
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ trackers hold the numbers of the log.
 
 import json
 import math
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,9 +17,9 @@ import torch
 import transformers
 
 from tests.distributed.spawn import run_ranks
+from tests.helpers.processes import environment, launched
 from tests.integration.commands import run_command
-from tests.integration.heads import free_ports
-from tests.tiny import make_model, write_jsonl
+from tests.tiny import make_model, read_jsonl, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,21 +47,6 @@ DOCUMENTED = {
 NUM_ROWS, NUM_STEPS = 256, 16
 
 
-def launched(command: str, template: str) -> list[str]:
-    """The words before the flags; launchers are those of the Python that runs the tests."""
-    [port] = free_ports(1)
-    launcher, *words = template.format(port=port, module=f"openrlhf.cli.{command}").split()
-    return [str(Path(sys.executable).parent / launcher), *words]
-
-
-def environment() -> dict[str, str]:
-    """What two processes on one CPU need: a thread each, and the launchers' own Python first."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
-    return kept | {"PATH": path, "OMP_NUM_THREADS": "1"}
-
-
 @pytest.mark.parametrize("method", DOCUMENTED)
 def test_a_command_as_it_is_documented_learns(tmp_path: Path, method: str) -> None:
     make_model(tmp_path / "model")
@@ -82,7 +65,7 @@ def test_a_command_as_it_is_documented_learns(tmp_path: Path, method: str) -> No
     words += flags.format(root=tmp_path).split()
     words += [*EVERYWHERE.split(), "--input_template", "User: {}\nAssistant: "]
     assert "ranks       2 on" in run_command(*words, env=environment(), timeout=500)
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = read_jsonl(run_dir / "metrics.jsonl")
     steps = [record for record in records if "grad_norm" in record]
     assert [record["step"] for record in steps] == list(range(1, NUM_STEPS + 1))
     assert all(math.isfinite(record["grad_norm"]) for record in steps)
@@ -159,7 +142,7 @@ def test_both_trackers_hold_the_numbers_of_the_log(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", rows)
     run_ranks(train, 1, tmp_path)
     run_dir = tmp_path / "run"
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = read_jsonl(run_dir / "metrics.jsonl")
     steps = list(range(1, 5))
     assert [record["step"] for record in records] == steps
 

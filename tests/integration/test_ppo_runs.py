@@ -20,7 +20,7 @@ from openrlhf.distributed.collectives import shut_down
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packing import PackedBatch
-from tests.integration.commands import argv, run_command, steps_of
+from tests.integration.commands import argv, exit_code, run_command, steps_of
 from tests.integration.ppo_runs import GRPO, PPO, make_inputs, start, words
 from tests.stopped_runs import records
 from tests.tiny import write_jsonl
@@ -78,7 +78,7 @@ def test_a_row_of_rollouts_holds_what_was_computed_for_its_tokens(ppo: Path) -> 
 def test_a_replay_of_a_kept_step_has_the_numbers_of_the_run(
     ppo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert replayed(str(ppo), "--step", "3") == 0
+    assert exit_code(replay.main, [str(ppo), "--step", "3"]) == 0
     said = capsys.readouterr().out
     run = steps_of(ppo)[2]
     for name in ("policy_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm"):
@@ -96,13 +96,13 @@ def test_a_replay_of_a_kept_step_has_the_numbers_of_the_run(
 def test_a_replay_of_a_step_that_was_not_kept_names_those_that_were(
     ppo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert replayed(str(ppo), "--step", "2") == 2
+    assert exit_code(replay.main, [str(ppo), "--step", "2"]) == 2
     assert capsys.readouterr().err == (
         f"error: step 2 of {ppo} was not kept: kept are 3. Type --step with one of those, or train "
         "with --dump 2.\n"
     )
     (tmp_path / "config.yaml").write_text("train:\n  seed: 1\n")
-    assert replayed(str(tmp_path)) == 2
+    assert exit_code(replay.main, [str(tmp_path)]) == 2
     assert "is no run of train_ppo or train_ppo_ray" in capsys.readouterr().err
 
 
@@ -118,21 +118,10 @@ def test_a_step_whose_gradient_is_not_finite_is_kept_and_fails_again(
     assert f"step {step} was kept: openrlhf replay {tmp_path}/run --step {step}\n" in said.out
     problem = said.err.splitlines()[-1].removeprefix("error: ")
     assert problem.startswith("The gradient norm is nan: the update was skipped")
-    assert replayed(str(tmp_path / "run"), "--step", str(step)) == 0
+    assert exit_code(replay.main, [str(tmp_path / "run"), "--step", str(step)]) == 0
     said = capsys.readouterr().out
     assert f"the run failed: {problem}\nthe replay: {problem}\n" in said
     assert "3e+38" in said
-
-
-def replayed(*argv: str) -> int:
-    """The exit code of `openrlhf replay`."""
-    try:
-        replay.main(argv)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    finally:
-        shut_down()
-    return 0
 
 
 def test_the_kl_coefficient_follows_the_measured_kl(ppo: Path) -> None:
@@ -298,3 +287,37 @@ def test_the_memory_of_the_driver_does_not_grow_with_the_steps(tmp_path: Path) -
     sizes = json.loads(line.removeprefix("SIZES "))
     assert len(sizes) == NUM_STEPS
     assert (sizes[-1] - sizes[SETTLED]) / (NUM_STEPS - SETTLED) < MAX_KIB_A_STEP
+
+
+FLAGS = "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
+
+
+# An engine that forgets the temperature.
+FORGETFUL = """
+import sys
+from dataclasses import replace
+from openrlhf.cli import train_ppo
+from openrlhf.engines.vllm_engine import VLLMEngine
+
+submit = VLLMEngine.submit
+
+def forgetful(self, requests, *args, **options):
+    plain = [replace(r, sampling=replace(r.sampling, temperature=1.0)) for r in requests]
+    return submit(self, plain, *args, **options)
+
+VLLMEngine.submit = forgetful
+train_ppo.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_temperature_that_one_side_forgot_ends_the_first_step(given: dict) -> None:
+    """In processes of their own: one that held vLLM and let go of it cannot hold it again."""
+    flags = "--vllm_num_engines 1 --enforce_eager --temperature 0.6 --max_samples 4 "
+    flags += "--rollout_batch_size 4"
+    run_command("-m", "openrlhf.cli.train_ppo", *argv(FLAGS + flags, **given))
+    [step] = steps_of(given["save_path"])
+    assert step["vllm_kl"] < 1e-6 and step["logprobs_diff_max"] < 1e-3
+    given["save_path"] = given["save_path"].with_name("forgetful")
+    said = run_command("-c", FORGETFUL, *argv(FLAGS + flags, **given), code=3)
+    assert "engine and trainer disagree about the sampled tokens at step 1" in said

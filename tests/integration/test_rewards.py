@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli import train_ppo
-from tests.integration.commands import argv, steps_of
+from tests.integration.commands import argv, exit_code, steps_of
 from tests.rewards.servers import RewardServer, free_url
 from tests.tiny import make_reward_model
 
@@ -33,10 +33,9 @@ def error_of(
     capsys: pytest.CaptureFixture[str], flags: str, **values: Path | str
 ) -> tuple[int, str]:
     """Exit code and error line of a run that fails."""
-    with pytest.raises(SystemExit) as stop:
-        train_ppo.main(argv(flags, **values))
+    code = exit_code(train_ppo.main, argv(flags, **values))
     [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    return int(stop.value.code or 0), line
+    return code, line
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.helpers.rows import make_row
 from tests.integration.commands import run_command
-from tests.tiny import make_model, write_jsonl
+from tests.tiny import make_model, read_jsonl, write_jsonl
 
 RECORDED = Path(__file__).with_name("same_numbers.json")
 NUM_STEPS = 10
@@ -85,19 +86,6 @@ class AgentExecutor(AgentExecutorBase):
 """
 
 
-def make_row(i: int) -> dict:
-    """Make a row that every supervised method can read."""
-    return {
-        "input": f"{i}+{i}=",
-        "output": f"{2 * i}, which is even" if i % 4 == 0 else str(2 * i),
-        "chosen": str(2 * i) * (1 + i % 2),
-        "rejected": "?" * (1 + i % 3),
-        "label": i % 3 != 0,
-        "steps": f"{i}#{2 * i}#" * (1 + i % 2),
-        "labels": ["+", "-+"[i % 2]] * (1 + i % 2),
-    }
-
-
 def make_inputs(root: Path) -> None:
     """Write models, rows and prompts."""
     make_model(root / "model")
@@ -115,7 +103,7 @@ def run_case(root: Path, case: str) -> list[dict[str, float]]:
     command, *flags = CASES[case].format(root=root, run=run).split()
     env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     run_command("-m", f"openrlhf.cli.{command}", *flags, env=env)
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(run / "metrics.jsonl")
 
 
 def run_cases() -> dict[str, list[dict[str, float]]]:

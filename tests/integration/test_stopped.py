@@ -12,10 +12,15 @@ import pytest
 from openrlhf.cli import train_ppo_ray
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ray import watch
+from tests.helpers.processes import (
+    SFT_FLAGS,
+    environment,
+    launched,
+    started,
+    wait_for_a_step,
+    workers,
+)
 from tests.integration.commands import argv
-from tests.integration.test_async_training import workers
-from tests.integration.test_interrupt import SFT_FLAGS, started, wait_for_a_step
-from tests.integration.test_launchers import environment, launched
 from tests.tiny import write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(600)]

@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor
 
 from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packing import PackedBatch
 from tests.tiny import make_model
 
@@ -79,6 +80,16 @@ def dense_logprobs(
         entropies.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1)[mask[1:]])
         logprobs.append(logprobs_TV.gather(1, ids[1:, None]).squeeze(1)[mask[1:]])
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def scores_of(
+    model: torch.nn.Module, rows: Sequence[Sequence[int]], *, normalize_reward: bool = False
+) -> Tensor:
+    """What a reward model says of token ids, as the trainer asks it."""
+    ids = [torch.tensor(row) for row in rows]
+    batch = PackedBatch.from_sequences(ids, [torch.zeros(len(row)) for row in rows])
+    with torch.no_grad():
+        return RewardModel(model, normalize_reward=normalize_reward).eval()(batch).scores
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -106,8 +106,6 @@ def test_models_whose_rows_cannot_be_shared_are_refused(config, flags, why):
 def test_a_budget_of_tokens_does_not_bound_padded_rows():
     with pytest.raises(ConfigError, match="--use_dynamic_batch: the rows of m are padded"):
         refuse_unsupported(hf.BloomConfig(), "m", DeepSpeedConfig(), has_token_budget=True)
-    with pytest.raises(ConfigError, match="--use_dynamic_batch: the rows of m are padded"):
-        refuse_unsupported(hf.BloomConfig(), "m", DeepSpeedConfig(), has_token_budget=True)
 
 
 def test_a_command_says_that_it_pads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

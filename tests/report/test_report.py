@@ -299,32 +299,6 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     assert line.startswith(f"warning: {run_dir}/report.html was not written (")
 
 
-# A step has 16 samples. The workers that score share a file.
-FAILING = """
-from pathlib import Path
-
-SCORED = Path(__file__).with_name("scored")
-
-def reward_func(queries, prompts, labels):
-    with SCORED.open("a") as file:
-        file.write("." * len(queries))
-    if SCORED.stat().st_size > 16:
-        raise RuntimeError("the second step")
-    return [len(query) % 3 for query in queries]
-"""
-
-
-def test_training_that_fails_ends_with_a_report_of_what_there_was(tmp_path):
-    root = make_inputs(tmp_path)
-    (root / "reward.py").write_text(FAILING)
-    assert start(root, root / "run", GRPO, "--max_samples", "8") != 0
-    page = (root / "run" / "report.html").read_text()
-    assert re.search(r"ended after step 1: \w+: .*the second step", page)
-    data = data_of(page)
-    assert {"reward", "gradient norm", "memory"} <= {panel["title"] for panel in data["panels"]}
-    assert len(data["runs"][0]["samples"]) == 16
-
-
 def test_training_that_fails_while_models_load_ends_with_a_report_and_starts_anew(
     tmp_path, monkeypatch, capsys
 ):

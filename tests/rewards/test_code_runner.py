@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from openrlhf.rewards.code_runner import passes_tests, run_python
-from tests.rewards.test_workers import ends
+from tests.helpers.processes import ends
 
 RIGHT = "def double(x):\n    return 2 * x\n"
 WRONG = "def double(x):\n    return x + 2\n"  # right for 2

@@ -16,6 +16,7 @@ from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards import workers
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.workers import FunctionPool
+from tests.helpers.processes import ends
 
 # The label of the first sample says what the function does.
 UNRULY = """
@@ -93,21 +94,6 @@ def make_pool(tmp_path: Path) -> Iterator[MakePool]:
     yield make
     for pool in pools:
         pool.close()
-
-
-def ends(*pids: int) -> bool:
-    """Whether processes end within some seconds; nobody may have waited for an orphan here."""
-    deadline = time.monotonic() + 5
-    while any(map(_runs, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(_runs, pids))
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_batches_have_at_most_their_size_and_results_keep_their_order(make_pool: MakePool) -> None:

@@ -279,3 +279,99 @@ OPENAI_EXECUTOR = dedent(
             }
     """
 )
+
+
+ENV = """
+    from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
+
+    class AgentInstance(AgentInstanceBase):
+        async def __init__(self, *args, **kwargs):
+            self.seen = []
+
+        async def reset(self, states, **kwargs):
+            self.label = states["label"]
+            return {"observation": states["observation"]}
+
+        async def step(self, states, **kwargs):
+            self.seen.append(states["action_text"])
+            assert states["label"] == self.label == "L"
+            return {
+                "rewards": 0.25,
+                "scores": 1.0,
+                "environment_feedback": "again",
+                "done": len(self.seen) == 3,
+                "sampling_params": states.get("sampling_params", None),
+                "extra_logs": {"num": len(self.seen)},
+            }
+"""
+
+
+NEW = """
+    class AgentExecutor(MultiTurnAgentExecutor):
+        def __init__(self):
+            super().__init__(AgentInstance)
+
+        async def execute(
+            self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
+        ):
+            return await super().execute(
+                prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images
+            )
+"""
+
+
+OWN_LOOP = """
+    class AgentExecutor(AgentExecutorBase):
+        def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
+            super().__init__(
+                AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue
+            )
+
+        async def execute(self, prompt, label, sampling_params):
+            async with self.semaphore:
+                instance = self.agent_instance_cls.remote()
+                start = await instance.reset.remote({"observation": prompt, "label": label})
+                text, reward, ranges = start["observation"], 0, []
+                ids = self.hf_tokenizer(text, add_special_tokens=False)["input_ids"]
+                for _ in range(self.max_steps):
+                    sampling_params.max_tokens = min(
+                        sampling_params.max_tokens, self.max_length - len(ids)
+                    )
+                    if sampling_params.max_tokens <= 0:
+                        break
+                    output = (await self.generate(ids, sampling_params.clone())).outputs[0]
+                    ranges.append((len(ids), len(ids) + len(output.token_ids)))
+                    states = {
+                        "observation_text": text,
+                        "action_text": output.text,
+                        "label": label,
+                        "sampling_params": sampling_params,
+                    }
+                    answer = await instance.step.remote(states)
+                    reward += answer["rewards"]
+                    feedback = answer["environment_feedback"]
+                    text += output.text + feedback
+                    ids = ids + output.token_ids
+                    if answer["done"]:
+                        break
+                    ids += self.hf_tokenizer(feedback, add_special_tokens=False)["input_ids"]
+                await self.result_queue.put(
+                    {
+                        "prompt": prompt,
+                        "label": label,
+                        "reward": reward,
+                        "scores": answer["scores"],
+                        "extra_logs": answer["extra_logs"],
+                        "observation_tokens": ids,
+                        "action_ranges": ranges,
+                    }
+                )
+"""
+
+
+# The environment counts its turns; what is rewarded differs from sample to sample.
+ENVIRONMENT = (
+    dedent(ENV)
+    .replace(' == "L"', "")
+    .replace('"rewards": 0.25', '"rewards": sum(map(ord, states["action_text"])) % 8 / 8')
+)

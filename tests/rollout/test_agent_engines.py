@@ -1,14 +1,11 @@
 """Episodes on real engines."""
 
 import pytest
-import torch
 
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm
 from openrlhf.rollout.engine_pool import BatchSampler
-from openrlhf.trainer.ppo_utils.experience import Experience
 from tests.engines.helpers import load, start
+from tests.helpers.rollouts import largest_gap
 from tests.rollout.agent_fakes import agents_over, prompts, settings
 
 AGENT = """
@@ -46,15 +43,6 @@ def generate(folder, samplers, tokenizer, **sampling):
         return agents.generate_samples(
             prompts(tokenizer, texts), settings(tokenizer, **sampling), tag="step1"
         ).rollouts
-
-
-def largest_gap(model_dir, rollouts, temperature) -> float:
-    """The most that engine and trainer differ in the log-prob of a sampled token."""
-    experience = Experience.from_rollouts(rollouts)
-    actor = Actor(load_causal_lm(model_dir))
-    with torch.no_grad():
-        logprobs = actor(experience.packed(), temperature=temperature).logprobs
-    return float((logprobs - experience.rollout_logprobs).abs().max())
 
 
 def check_rollouts(rollouts, model_dir, tokenizer) -> None:

@@ -9,7 +9,10 @@ import pytest
 from openrlhf.errors import ConfigError
 from openrlhf.rollout.agents.worker import load_agent
 from tests.rollout.agent_fakes import (
+    ENV,
+    NEW,
     OPENAI_EXECUTOR,
+    OWN_LOOP,
     StreamingEngine,
     act_one,
     make_runner,
@@ -20,29 +23,6 @@ from tests.rollout.agent_fakes import (
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = ROOT.parent / "shared" / "seeds"
-ENV = """
-    from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
-
-    class AgentInstance(AgentInstanceBase):
-        async def __init__(self, *args, **kwargs):
-            self.seen = []
-
-        async def reset(self, states, **kwargs):
-            self.label = states["label"]
-            return {"observation": states["observation"]}
-
-        async def step(self, states, **kwargs):
-            self.seen.append(states["action_text"])
-            assert states["label"] == self.label == "L"
-            return {
-                "rewards": 0.25,
-                "scores": 1.0,
-                "environment_feedback": "again",
-                "done": len(self.seen) == 3,
-                "sampling_params": states.get("sampling_params", None),
-                "extra_logs": {"num": len(self.seen)},
-            }
-"""
 OLD = """
     class AgentExecutor(AgentExecutorBase):
         def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
@@ -52,18 +32,6 @@ OLD = """
 
         async def execute(self, prompt, label, sampling_params):
             return await super().execute(prompt, label, sampling_params)
-"""
-NEW = """
-    class AgentExecutor(MultiTurnAgentExecutor):
-        def __init__(self):
-            super().__init__(AgentInstance)
-
-        async def execute(
-            self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
-        ):
-            return await super().execute(
-                prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images
-            )
 """
 
 
@@ -111,55 +79,6 @@ def test_a_whole_execute_of_ones_own_drives_the_engine_as_vllm_is_driven(tmp_pat
     assert tiny_tokenizer.decode(segment.token_ids) == "hiyeyes<|end|>"
     assert result.reward == pytest.approx(sum(segment.logprobs[:2]))
     assert not result.is_truncated  # the first turn was as long as it asked for
-
-
-OWN_LOOP = """
-    class AgentExecutor(AgentExecutorBase):
-        def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
-            super().__init__(
-                AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue
-            )
-
-        async def execute(self, prompt, label, sampling_params):
-            async with self.semaphore:
-                instance = self.agent_instance_cls.remote()
-                start = await instance.reset.remote({"observation": prompt, "label": label})
-                text, reward, ranges = start["observation"], 0, []
-                ids = self.hf_tokenizer(text, add_special_tokens=False)["input_ids"]
-                for _ in range(self.max_steps):
-                    sampling_params.max_tokens = min(
-                        sampling_params.max_tokens, self.max_length - len(ids)
-                    )
-                    if sampling_params.max_tokens <= 0:
-                        break
-                    output = (await self.generate(ids, sampling_params.clone())).outputs[0]
-                    ranges.append((len(ids), len(ids) + len(output.token_ids)))
-                    states = {
-                        "observation_text": text,
-                        "action_text": output.text,
-                        "label": label,
-                        "sampling_params": sampling_params,
-                    }
-                    answer = await instance.step.remote(states)
-                    reward += answer["rewards"]
-                    feedback = answer["environment_feedback"]
-                    text += output.text + feedback
-                    ids = ids + output.token_ids
-                    if answer["done"]:
-                        break
-                    ids += self.hf_tokenizer(feedback, add_special_tokens=False)["input_ids"]
-                await self.result_queue.put(
-                    {
-                        "prompt": prompt,
-                        "label": label,
-                        "reward": reward,
-                        "scores": answer["scores"],
-                        "extra_logs": answer["extra_logs"],
-                        "observation_tokens": ids,
-                        "action_ranges": ranges,
-                    }
-                )
-"""
 
 
 def test_an_execute_with_a_loop_of_its_own_finds_what_the_older_base_had(tmp_path, tiny_tokenizer):

@@ -15,8 +15,8 @@ from openrlhf.utils.outcome import (
     say_outcome,
     taught_nothing,
 )
+from tests.helpers.rollouts import rollout
 from tests.trainer.small_run import make_trainer, weights_of
-from tests.trainer.test_experience import rollout
 
 
 def test_pass_rates_are_keyed_by_row() -> None:

@@ -18,7 +18,7 @@ from openrlhf.rollout.rollout import FinishedGroup, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import GroupFilter, StepSampler
 from openrlhf.utils.metrics import Metrics
-from tests.trainer.test_experience import rollout
+from tests.helpers.rollouts import rollout
 
 
 class InFileOrder(PromptCursor):

@@ -24,6 +24,7 @@ from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 from openrlhf.trainer.workers.weight_sync import WeightTransport
 from openrlhf.utils.rollout import Rollout
 from tests.engines.helpers import load, shake, weights
+from tests.helpers.rollouts import largest_gap
 from tests.rollout.agent_fakes import prompts
 from tests.rollout.stream_fakes import (
     DrivenStream,
@@ -37,7 +38,6 @@ from tests.rollout.stream_fakes import (
     submit,
     until,
 )
-from tests.rollout.test_agent_engines import largest_gap
 
 DROP = FailurePolicy(4, drops=True)
 

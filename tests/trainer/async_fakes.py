@@ -30,7 +30,7 @@ from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import PromptRecord
 from openrlhf.utils.tracker import Tracker, read_metrics
-from tests.trainer.test_experience import rollout
+from tests.helpers.rollouts import rollout
 
 Key = tuple[int, int]
 NUM_TOKENS = 4

@@ -13,7 +13,6 @@ from openrlhf import api
 from openrlhf.distributed.checkpoints import open_checkpoints
 from openrlhf.errors import ConfigError
 from openrlhf.utils.callbacks import Callback
-from openrlhf.utils.outcome import num_since_best
 from openrlhf.utils.tracker import read_metrics
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
@@ -104,14 +103,6 @@ class EndsAt(Callback):
             trainer.end()
 
 
-def test_a_callback_ends_a_run_as_after_its_last_step(folder: Path) -> None:
-    held_out = str(folder / "held_out.jsonl")
-    callbacks = [EndsAt(3)]
-    result = sft(folder, "told", eval_dataset=held_out, logging_steps=8, callbacks=callbacks)
-    assert [record["step"] for record in result.history] == [3, 3]  # of training, of evaluation
-    transformers.AutoModelForCausalLM.from_pretrained(result.model_path)
-
-
 def end_on_one_of_two(root: Path) -> list[float]:
     opened = open_checkpoints(config_of(root), FACTS)
     trainer = make_trainer({"zero_stage": 3}, root / "run", opened.resume_step, 1)
@@ -158,13 +149,3 @@ def test_an_rl_run_ends_early_too(folder: Path) -> None:
     told = rl(folder, "rl_told", callbacks=[EndsAt(3)])
     assert [r["step"] for r in told if "eval/eval_default_pass1" in r] == [0, 3]
     assert (folder / "rl_told" / "model.safetensors").is_file()
-
-
-def test_evaluations_since_the_best_are_counted_by_the_metrics_own_direction() -> None:
-    records = [
-        {"step": k, "eval/loss": loss, "eval/acc": acc}
-        for k, (loss, acc) in enumerate([(3.0, 0.1), (1.0, 0.3), (2.0, 0.3), (None, 0.2)])
-    ]
-    assert num_since_best(records, "eval/loss") == 1
-    assert num_since_best(records, "eval/acc") == 2  # of two equal ones the first is the best
-    assert num_since_best(records, "eval/other") == -1

@@ -378,30 +378,6 @@ def make(*, target: float | None = 0.1, coef: float = 0.5) -> RunState:
     return state
 
 
-def test_a_run_goes_on_where_its_state_was_taken() -> None:
-    state = make()
-    keys = [(0, row) for row in state.sampler.cursor.draw(5)]
-    state.sampler.ledger.draw(keys)
-    state.sampler.ledger.settle(keys[:4], "trained")
-    state.sampler.ledger.settle(keys[4:], "failed:reward")
-    state.adapt_kl_coef(kl=1.0, num_samples=10)
-    state.global_step, state.weight_version = 2, 3
-    state.history = [{"entropy": 0.5, "reward": 0.1}]
-    for step, value in enumerate((0.5, 0.75, 0.25)):
-        state.note_evaluation("p", {"step": step, "p": value})
-    state.unlogged.add("reward", 0.25)
-    state.num_unlogged = 1
-    found = make()
-    found.load_state_dict(json.loads(json.dumps(state.state_dict())))
-    assert found.state_dict() == state.state_dict()
-    assert (found.global_step, found.weight_version, found.num_unlogged) == (2, 3, 1)
-    assert [values["p"] for values in found.evaluations] == [0.5, 0.75, 0.25]
-    assert found.unlogged["reward"] == 0.25
-    assert found.kl_coef == state.kl_coef != 0.5
-    assert found.sampler.ledger.outcomes == {"trained": 4, "failed:reward": 1}
-    assert found.sampler.cursor.draw(5) == state.sampler.cursor.draw(5)
-
-
 def test_a_constant_kl_coefficient_is_the_commands_an_adapted_one_the_checkpoints() -> None:
     saved = make(coef=0.5).state_dict()
     for target, expected in ((None, 0.2), (0.1, 0.5)):

@@ -10,60 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
+from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.trainer.ppo_utils.update_plan import (
     num_updates_per_rollout,
-    without_zero_advantages,
 )
-from openrlhf.utils.rollout import Rollout, sequence_tensors
+from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
 
-
-def rollout(
-    prompt: list[int], response: list[int], *, reward: float = 1.0, group: int = 0
-) -> Rollout:
-    token_ids, action_mask = sequence_tensors(prompt, response)
-    return Rollout(
-        sample_id=f"{group}/{prompt}",
-        group_id=group,
-        row_id=group,
-        token_ids=token_ids,
-        action_mask=action_mask,
-        logprobs=torch.full((len(response),), -1.0),
-        weight_versions=torch.zeros(len(response), dtype=torch.int32),
-        finish_reason="stop",
-        prompt_text="p",
-        response_text="r",
-        reward=reward,
-    )
-
-
 THREE = [rollout([1], [2, 3]), rollout([4, 5], [6], reward=2.0, group=1), rollout([7], [8, 9, 10])]
-
-
-def test_rollouts_are_laid_end_to_end() -> None:
-    experience = Experience.from_rollouts(THREE)
-    assert experience.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert experience.num_actions.tolist() == [2, 1, 3]
-    assert experience.packed().targets.tolist() == [2, 3, 6, 8, 9, 10]
-    assert experience.packed().position_ids.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3]
-
-
-def test_select_takes_every_axis_along() -> None:
-    experience = replace(Experience.from_rollouts(THREE), advantages=torch.arange(6.0))
-    part = experience.select([2, 1])
-    assert part.token_ids.tolist() == [7, 8, 9, 10, 4, 5, 6]
-    assert part.advantages.tolist() == [3.0, 4.0, 5.0, 2.0]
-    assert part.rewards.tolist() == [1.0, 2.0]
-
-
-def test_scatter_back_undoes_a_partition() -> None:
-    experience = Experience.from_rollouts(THREE)
-    parts = [[2, 0], [1], []]
-    columns = [experience.select(p).packed().targets.float() for p in parts]
-    whole = scatter_back(columns, parts, experience.num_actions)
-    assert whole.tolist() == [2, 3, 6, 8, 9, 10]
 
 
 def test_the_spread_of_rewards_is_that_of_groups_and_absent_where_there_are_none() -> None:
@@ -103,16 +58,6 @@ def test_every_sample_is_trained_once_an_epoch_on_one_rank(
         assert {share.num_tokens for share in shares} == {tokens}
         assert {share.num_samples for share in shares} == {sum(len(s.experience) for s in shares)}
     assert sorted(seen) == sorted(list(range(count)) * epochs)
-
-
-def test_idle_samples_leave_but_stay_in_the_denominators() -> None:
-    experience = replace(
-        Experience.from_rollouts(THREE), advantages=torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, -1.0])
-    )
-    [[step]] = planned_shares(experience, 1, train_batch_size=3, max_epochs=1, seed=0)
-    busy = without_zero_advantages(step)
-    assert len(busy.experience) == 2
-    assert (busy.num_tokens, busy.num_samples) == (6, 3)
 
 
 def test_a_sample_of_several_epochs_is_sent_to_a_rank_once() -> None:

@@ -17,41 +17,20 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from openrlhf.commands.train_supervised import prepare_inputs
 from openrlhf.config.cli import parse_config
-from openrlhf.config.supervised import (
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    PRMConfig,
-    RMConfig,
-    SFTConfig,
-)
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError
 from openrlhf.trainer.base_trainer import BaseTrainer
-from openrlhf.trainer.dpo_trainer import DPOTrainer
-from openrlhf.trainer.kd_trainer import KDTrainer
-from openrlhf.trainer.kto_trainer import KTOTrainer
-from openrlhf.trainer.prm_trainer import PRMTrainer
 from openrlhf.trainer.rm_trainer import RMTrainer
-from openrlhf.trainer.sft_trainer import SFTTrainer
 from tests.distributed.spawn import run_ranks
+from tests.helpers.gradients import response_logprob, step_gradient
+from tests.helpers.losses import BETA, COMMANDS, make_row
 from tests.tiny import make_model, make_reward_model, write_jsonl
-from tests.trainer.gradients import response_logprob, step_gradient
 
-NUM_ROWS, MICRO_BATCH_SIZES = 9, (9, 2)
-BETA, GAMMA, COEF, NLL_COEF = 0.3, 0.7, 0.4, 0.5
+NUM_ROWS = 9
+MICRO_BATCH_SIZES = (9, 2)
+GAMMA, COEF, NLL_COEF = 0.7, 0.4, 0.5
 MAX_LEN = 40  # a part of the longest mismatched pairs is cut
 STAGES = {1: 0, 2: 3, 4: 2}  # by the number of ranks; two of four share each row
-TEXT = "--input_key input --output_key output --input_template {{}}"
-STEPS = "--input_key steps --label_key labels --placeholder_token #"
-COMMANDS: dict[str, tuple[Any, Any, str]] = {
-    "sft": (SFTConfig, SFTTrainer, TEXT),
-    "dpo": (DPOConfig, DPOTrainer, f"--prompt_key input --ref_pretrain {{other}} --beta {BETA}"),
-    "rm": (RMConfig, RMTrainer, "--prompt_key input"),
-    "kto": (KTOConfig, KTOTrainer, f"{TEXT} --beta {BETA}"),
-    "prm": (PRMConfig, PRMTrainer, STEPS),
-    "kd": (KDConfig, KDTrainer, f"{TEXT} --teacher_model {{other}}"),
-}
 COMMON = (
     f"--train_batch_size {NUM_ROWS} --micro_train_batch_size 1 --max_epochs 1 --max_len {MAX_LEN} "
     "--eval_split train --learning_rate 1e-20 --lr_warmup_ratio 0 --max_norm 1e9"
@@ -79,22 +58,6 @@ ROUTER = {
     "kd router": f"kd --kd_coef {COEF}",
 }
 CASES = MAIN | ROUTER
-
-
-def make_row(n: int) -> dict:
-    """A row that every command can read; lengths differ."""
-    words = [("p" * 19, "r" * 4), ("p" * 3, "qrst" * 7), (f"{n}", "za")][n % 3]
-    prompt, answer = f"{n}{words[0]} ", f"{words[1]}{n * n}"
-    return {
-        "input": prompt,
-        "output": answer,
-        "chosen": answer,
-        "rejected": f"{7 * n}x",
-        "margin": 0.3 * n - 1,
-        "label": int(n % 3 > 0),
-        "steps": f"{prompt}#{answer}#",
-        "labels": ["+", "+-"[n % 2]],
-    }
 
 
 def make_folder(folder: Path, **heads: int) -> Path:

@@ -20,7 +20,7 @@ from openrlhf.trainer.ppo_utils.demands import (
     role_demands,
 )
 from openrlhf.trainer.ray import placement
-from tests.config.test_commands import CHEAT_SHEET, GRPO, README_PPO
+from tests.helpers.documented import CHEAT_SHEET, GRPO, README_PPO
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
 NODE = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)

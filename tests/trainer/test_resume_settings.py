@@ -10,11 +10,11 @@ import pytest
 from openrlhf.config.cli import check_settings, parse_config, settings_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.distributed.collectives import shut_down
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from tests.distributed.spawn import run_ranks
-from tests.integration.test_resume_methods import make_inputs, start
+from tests.helpers.supervised_runs import make_inputs, start
+from tests.integration.commands import exit_code
 from tests.stopped_runs import records, stopping_behind
 
 
@@ -92,15 +92,10 @@ CASE = "dpo_precomputed"
 SAVING = ("--save_steps", "2", "--load_checkpoint")
 
 
-def exit_code(root: Path, *more: str) -> int:
+def ended(root: Path, *more: str) -> int:
     """How a command ends that goes on with changed settings."""
-    try:
-        start(root, root / "run", CASE, *SAVING, *more)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    finally:
-        shut_down()
-    return 0
+    run = root / "run"
+    return exit_code(lambda words: start(root, run, CASE, *words), [*SAVING, *more])
 
 
 def run_commands(root: Path) -> dict:
@@ -116,21 +111,21 @@ def run_commands(root: Path) -> dict:
     with stopping_behind(2):
         start(root, root / "run", CASE, *SAVING)
     results: dict = {
-        "batch": exit_code(root, "--train_batch_size", "2"),
-        "micro": exit_code(root, "--micro_train_batch_size", "1"),
+        "batch": ended(root, "--train_batch_size", "2"),
+        "micro": ended(root, "--micro_train_batch_size", "1"),
     }
     exported = (root / "run" / "model.safetensors").stat().st_mtime_ns
-    results["again"] = exit_code(root)
+    results["again"] = ended(root)
     results["untouched"] = exported == (root / "run" / "model.safetensors").stat().st_mtime_ns
     (root / "run" / "ended.json").unlink()  # as a kill leaves it behind the last checkpoint
     (root / "run" / "model.safetensors").unlink()
-    results["export"] = exit_code(root)
+    results["export"] = ended(root)
     results["exported"] = (root / "run" / "model.safetensors").is_file()
     results["asked"] = list(asked)
-    results["longer"] = exit_code(root, "--max_epochs", "3")
-    results["slower"] = exit_code(root, "--max_epochs", "4", "--learning_rate", "5e-4")
+    results["longer"] = ended(root, "--max_epochs", "3")
+    results["slower"] = ended(root, "--max_epochs", "4", "--learning_rate", "5e-4")
     flags = ("--max_epochs", "5", "--learning_rate", "5e-4", "--reset_lr")
-    results["slower"] += exit_code(root, *flags)
+    results["slower"] += ended(root, *flags)
     return results
 
 

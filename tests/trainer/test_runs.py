@@ -3,6 +3,7 @@ export gives in Hugging Face classes the numbers that were logged.
 """
 
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -19,74 +20,8 @@ from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracker import read_metrics
 from tests.distributed.spawn import run_ranks
+from tests.helpers.gradients import response_logprob
 from tests.tiny import make_model, write_jsonl
-from tests.trainer.gradients import response_logprob
-
-FLAGS = (
-    "--train_batch_size 16 --micro_train_batch_size 16 --learning_rate 3e-3 --max_epochs 2 "
-    "--eval_split train --lr_warmup_ratio 0"
-)
-TEXT = "--input_key input --output_key chosen"
-STEPS = "--input_key steps --label_key labels --placeholder_token # --reward_tokens + -"
-RUNS = {
-    "sft": (train_sft, f"--pretrain {{}}/model {TEXT} --eval_steps 5"),
-    "rm": (train_rm, "--pretrain {}/model --prompt_key input"),
-    "dpo": (train_dpo, "--pretrain {}/model --prompt_key input --beta 0.1"),
-    # The base under the adapter is its reference, also where it is named.
-    "dpo lora": (
-        train_dpo,
-        "--pretrain {}/model --ref_pretrain {}/model --prompt_key input --beta 0.1 --lora_rank 8",
-    ),
-    "kto": (train_kto, "--pretrain {}/model --input_key input --output_key output --beta 0.1"),
-    "prm": (train_prm, f"--pretrain {{}}/model {STEPS} --max_epochs 3"),
-    "experts": (
-        train_sft,
-        f"--pretrain {{}}/moe {TEXT} --aux_loss_coef 1 --optim muon --muon.lr 0.02 "
-        "--learning_rate 1e-2 --gradient_checkpointing --ds.experts_implementation batched_mm",
-    ),
-}
-
-
-def make_rows(num_rows: int, seed: int) -> list[dict]:
-    """Answers in words are wanted, answers in digits are not; a step is good with an x in it."""
-    draw = random.Random(seed)
-    rows = []
-    for n in range(num_rows):
-        chosen, rejected = f"yes {draw.randrange(7)}", f"99{draw.randrange(7)}"
-        is_good = [draw.random() < 0.5 for _ in range(3)]
-        words = ["".join(draw.choices("abcd", k=3)) + "ex"[good] for good in is_good]
-        rows.append(
-            {
-                "input": f"{draw.randrange(10_000)}?",
-                "output": chosen if n % 2 else rejected,
-                "label": n % 2,
-                "chosen": chosen,
-                "rejected": rejected,
-                "steps": "".join(f"{word}#" for word in words),
-                "labels": ["-+"[good] for good in is_good],
-            }
-        )
-    return rows
-
-
-TRAINED, HELD_OUT = make_rows(96, seed=0), make_rows(33, seed=1)
-
-
-def run_commands(folder: Path) -> None:
-    for name, (command, flags) in RUNS.items():
-        data = f"--dataset {folder}/train.jsonl --eval_dataset {folder}/eval.jsonl"
-        words = f"{FLAGS} {data} {flags.replace('{}', str(folder))} --save_path".split()
-        command.main([*words, f"{folder}/{name}"])
-
-
-def make_runs(folder: Path) -> Path:
-    """Run every command in a folder; their models are named as in RUNS."""
-    make_model(folder / "model")
-    make_model(folder / "moe", "mixtral", hidden_size=32, initializer_range=0.2)
-    write_jsonl(folder / "train.jsonl", TRAINED)
-    write_jsonl(folder / "eval.jsonl", HELD_OUT)
-    run_ranks(run_commands, 1, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -94,26 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_runs(tmp_path_factory.mktemp("runs"))
 
 
-def load(path: Path, kind: str = "CausalLM") -> Any:
-    auto_class = getattr(transformers, f"AutoModelFor{kind}")
-    model, info = auto_class.from_pretrained(path, output_loading_info=True)
-    assert not any(info.values()), info
-    return model.eval()
-
-
 def values_of(folder: Path, name: str, metric: str) -> list[float]:
     return [r[metric] for r in read_metrics(folder / name / "metrics.jsonl") if metric in r]
-
-
-def sequences(path: Path, key: str, prompt: str = "{}") -> list[tuple[Tensor, Tensor]]:
-    """Ids and response mask of a column of the held-out rows, as training reads them."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    found = []
-    for row in HELD_OUT:
-        before = tokenizer(prompt.format(row["input"]))["input_ids"]
-        ids = torch.tensor([*before, *tokenizer(row[key] + "<|end|>")["input_ids"]])
-        found.append((ids, torch.arange(len(ids)) >= len(before)))
-    return found
 
 
 TEMPLATE = "User: {}\nAssistant: "
@@ -240,3 +157,163 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_its_rows_are_named(
     assert "step 2 was skipped: its gradient is not finite (32 rows, such as " in warned
     row = int(warned.partition("train.jsonl: row ")[2].partition(",")[0])
     assert 1 <= row <= len(TRAINED)
+
+
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+VLLM = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "distributed_executor_backend": "uni",
+    "kv_cache_memory_bytes": 2**26,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+}
+
+
+def texts(path: Path) -> list[dict]:
+    return [{"prompt_token_ids": ids.tolist()} for ids, _ in sequences(path, "chosen")]
+
+
+def prompt_logprobs(folder: Path) -> list[float]:
+    """Log-probs of all tokens but the first of every text in vLLM."""
+    os.environ.update(VLLM_ENVIRONMENT)
+    from vllm import LLM, SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    llm = LLM(str(folder / "dpo"), **VLLM)  # type: ignore[arg-type]
+    return [
+        position[token_id].logprob
+        for answer in llm.generate(texts(folder / "dpo"), sampling, use_tqdm=False)
+        for position, token_id in zip(
+            answer.prompt_logprobs[1:], answer.prompt_token_ids[1:], strict=True
+        )
+    ]
+
+
+def score(folder: Path) -> list[float]:
+    """Scores of the texts in vLLM."""
+    os.environ.update(VLLM_ENVIRONMENT)
+    from vllm import LLM, PoolingParams
+
+    llm = LLM(str(folder / "rm"), runner="pooling", convert="classify", **VLLM)  # type: ignore[arg-type]
+    params = PoolingParams(use_activation=False)  # a score, not a probability
+    found = llm.classify(texts(folder / "rm"), pooling_params=params, use_tqdm=False)
+    return [answer.outputs.probs[0] for answer in found]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_policy_gives_tokens_the_log_probs_it_has_in_transformers(folder: Path) -> None:
+    [found] = run_ranks(prompt_logprobs, 1, folder)
+    model, expected = load(folder / "dpo"), []
+    for ids, _ in sequences(folder / "dpo", "chosen"):
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        expected += logprobs.gather(-1, ids[1:, None])[:, 0].tolist()
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_reward_model_scores_as_in_transformers(folder: Path) -> None:
+    [found] = run_ranks(score, 1, folder)
+    model = load(folder / "rm", "SequenceClassification")
+    expected = [model(ids[None]).logits.item() for ids, _ in sequences(folder / "rm", "chosen")]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 1e-3
+
+
+FLAGS = (
+    "--train_batch_size 16 --micro_train_batch_size 16 --learning_rate 3e-3 --max_epochs 2 "
+    "--eval_split train --lr_warmup_ratio 0"
+)
+
+
+TEXT = "--input_key input --output_key chosen"
+
+
+STEPS = "--input_key steps --label_key labels --placeholder_token # --reward_tokens + -"
+
+
+RUNS = {
+    "sft": (train_sft, f"--pretrain {{}}/model {TEXT} --eval_steps 5"),
+    "rm": (train_rm, "--pretrain {}/model --prompt_key input"),
+    "dpo": (train_dpo, "--pretrain {}/model --prompt_key input --beta 0.1"),
+    # The base under the adapter is its reference, also where it is named.
+    "dpo lora": (
+        train_dpo,
+        "--pretrain {}/model --ref_pretrain {}/model --prompt_key input --beta 0.1 --lora_rank 8",
+    ),
+    "kto": (train_kto, "--pretrain {}/model --input_key input --output_key output --beta 0.1"),
+    "prm": (train_prm, f"--pretrain {{}}/model {STEPS} --max_epochs 3"),
+    "experts": (
+        train_sft,
+        f"--pretrain {{}}/moe {TEXT} --aux_loss_coef 1 --optim muon --muon.lr 0.02 "
+        "--learning_rate 1e-2 --gradient_checkpointing --ds.experts_implementation batched_mm",
+    ),
+}
+
+
+def make_rows(num_rows: int, seed: int) -> list[dict]:
+    """Answers in words are wanted, answers in digits are not; a step is good with an x in it."""
+    draw = random.Random(seed)
+    rows = []
+    for n in range(num_rows):
+        chosen, rejected = f"yes {draw.randrange(7)}", f"99{draw.randrange(7)}"
+        is_good = [draw.random() < 0.5 for _ in range(3)]
+        words = ["".join(draw.choices("abcd", k=3)) + "ex"[good] for good in is_good]
+        rows.append(
+            {
+                "input": f"{draw.randrange(10_000)}?",
+                "output": chosen if n % 2 else rejected,
+                "label": n % 2,
+                "chosen": chosen,
+                "rejected": rejected,
+                "steps": "".join(f"{word}#" for word in words),
+                "labels": ["-+"[good] for good in is_good],
+            }
+        )
+    return rows
+
+
+TRAINED, HELD_OUT = make_rows(96, seed=0), make_rows(33, seed=1)
+
+
+def run_commands(folder: Path) -> None:
+    for name, (command, flags) in RUNS.items():
+        data = f"--dataset {folder}/train.jsonl --eval_dataset {folder}/eval.jsonl"
+        words = f"{FLAGS} {data} {flags.replace('{}', str(folder))} --save_path".split()
+        command.main([*words, f"{folder}/{name}"])
+
+
+def make_runs(folder: Path) -> Path:
+    """Run every command in a folder; their models are named as in RUNS."""
+    make_model(folder / "model")
+    make_model(folder / "moe", "mixtral", hidden_size=32, initializer_range=0.2)
+    write_jsonl(folder / "train.jsonl", TRAINED)
+    write_jsonl(folder / "eval.jsonl", HELD_OUT)
+    run_ranks(run_commands, 1, folder)
+    return folder
+
+
+def load(path: Path, kind: str = "CausalLM") -> Any:
+    auto_class = getattr(transformers, f"AutoModelFor{kind}")
+    model, info = auto_class.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def sequences(path: Path, key: str, prompt: str = "{}") -> list[tuple[Tensor, Tensor]]:
+    """Ids and response mask of a column of the held-out rows, as training reads them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    found = []
+    for row in HELD_OUT:
+        before = tokenizer(prompt.format(row["input"]))["input_ids"]
+        ids = torch.tensor([*before, *tokenizer(row[key] + "<|end|>")["input_ids"]])
+        found.append((ids, torch.arange(len(ids)) >= len(before)))
+    return found

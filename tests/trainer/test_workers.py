@@ -15,10 +15,9 @@ from openrlhf.errors import EngineError, NumericsError
 from openrlhf.trainer.ppo_utils.demands import RoleDemand
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.placement import place, view_cluster, worker_environment
-from openrlhf.trainer.ray.utils import node_address
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.trainer.workers.model_worker import ModelWorker
-from tests.config.test_cli import OF_CALLER
+from tests.helpers.processes import OF_CALLER
 
 
 class Probe(ModelWorker):
@@ -109,7 +108,3 @@ def test_an_error_of_an_engine_names_it_and_its_node() -> None:
         engine.call(Engine.sleep)
     assert str(caught.value) == "The engine has no memory left. [vllm-1 on node 10.0.0.7]"
     ray.kill(engine.handle)
-
-
-def test_outside_of_ray_the_network_says_the_address() -> None:
-    assert [part.isdigit() for part in node_address().split(".")] == [True] * 4

@@ -1,4 +1,4 @@
-"""What the tests of losses share: samples in a list, and the gradient of one optimizer step."""
+"""Gradients of optimizer steps, caught before they are applied, and log-probs in plain torch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,12 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.trainer.base_trainer import BaseTrainer
-from tests.distributed.test_train_engine import full_gradients
+from openrlhf.trainer.workers.model_worker import ModelWorker
+
+
+def full_gradients(engine: TrainEngine) -> list[Tensor]:
+    from deepspeed.utils import safe_get_full_grad
+
+    plain = [p.grad for p in engine.module.parameters()]
+    grads = [
+        (safe_get_full_grad(p) if own is None or hasattr(p, "ds_id") else own)
+        for p, own in zip(engine.module.parameters(), plain, strict=True)
+    ]
+    return [grad.detach().float().clone() for grad in grads]
 
 
 @contextmanager
-def caught_gradients(trainer: BaseTrainer) -> Iterator[list[Tensor]]:
+def caught_gradients(trainer: BaseTrainer | ModelWorker) -> Iterator[list[Tensor]]:
     """A block whose optimizer steps leave their gradients, caught before the update, in a list."""
     caught: list[Tensor] = []
     update = trainer.engine.step

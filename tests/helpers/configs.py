@@ -1,0 +1,64 @@
+"""The commands with their configs, and how flags are refused."""
+
+import pytest
+
+from openrlhf.config.base import CommandConfig
+from openrlhf.config.cli import parse_config
+from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.serving import (
+    BatchInferenceConfig,
+    ChatConfig,
+    LoraCombinerConfig,
+    PushConfig,
+    ReplayConfig,
+    ReportConfig,
+    ServeRewardConfig,
+)
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
+from openrlhf.errors import ConfigError
+
+COMMANDS: dict[str, type[CommandConfig]] = {
+    "train_sft": SFTConfig,
+    "train_rm": RMConfig,
+    "train_dpo": DPOConfig,
+    "train_kto": KTOConfig,
+    "train_prm": PRMConfig,
+    "train_kd": KDConfig,
+    "train_ppo_ray": PPOConfig,
+    "evaluate": EvaluateConfig,
+    "batch_inference": BatchInferenceConfig,
+    "serve_rm": ServeRewardConfig,
+    "lora_combiner": LoraCombinerConfig,
+    "push": PushConfig,
+    "interactive_chat": ChatConfig,
+    "replay": ReplayConfig,
+    "report": ReportConfig,
+}
+CONFIGS = tuple(COMMANDS.values())
+ROWS = "--pretrain m --dataset d "
+NEEDS = {
+    PPOConfig: "--pretrain m --prompt_data d --remote_rm_url r.py ",
+    SFTConfig: ROWS,
+    DPOConfig: ROWS,
+    KTOConfig: ROWS,
+    PRMConfig: ROWS + "--placeholder_token <step> ",
+    KDConfig: ROWS + "--teacher_model t ",
+    EvaluateConfig: "--models m --dataset d --remote_rm_url r.py ",
+    BatchInferenceConfig: ROWS + "--output_path o.jsonl --eval_task ",
+    LoraCombinerConfig: "--model_path m --lora_path l --output_path ",
+    ServeRewardConfig: "--reward_pretrain m ",
+}
+
+
+def problems(config_class, line):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config_class, line.split())
+    return caught.value.problems

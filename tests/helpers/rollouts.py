@@ -1,0 +1,36 @@
+"""Samples of a rollout, as small as they can be."""
+
+import torch
+
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.utils.rollout import Rollout, sequence_tensors
+
+
+def rollout(
+    prompt: list[int], response: list[int], *, reward: float = 1.0, group: int = 0
+) -> Rollout:
+    token_ids, action_mask = sequence_tensors(prompt, response)
+    return Rollout(
+        sample_id=f"{group}/{prompt}",
+        group_id=group,
+        row_id=group,
+        token_ids=token_ids,
+        action_mask=action_mask,
+        logprobs=torch.full((len(response),), -1.0),
+        weight_versions=torch.zeros(len(response), dtype=torch.int32),
+        finish_reason="stop",
+        prompt_text="p",
+        response_text="r",
+        reward=reward,
+    )
+
+
+def largest_gap(model_dir, rollouts, temperature) -> float:
+    """The most that engine and trainer differ in the log-prob of a sampled token."""
+    experience = Experience.from_rollouts(rollouts)
+    actor = Actor(load_causal_lm(model_dir))
+    with torch.no_grad():
+        logprobs = actor(experience.packed(), temperature=temperature).logprobs
+    return float((logprobs - experience.rollout_logprobs).abs().max())
