@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from openrlhf.engines import vllm_cpu
 from openrlhf.engines.weight_transfer import BucketReader, join_broadcasts, synchronize
-from openrlhf.errors import WeightSyncError
+from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.utils.tensors import bit_sum, checksum
 
 # It warns of layers without weights, such as rotary embeddings; what is missing is raised here.
@@ -168,11 +168,16 @@ class FullLogprobs(nn.Module):
 
 def report_full_logprobs(sampler: Any) -> None:
     """Make a sampler report log-probs as they are before top-p; those of both model runners of vLLM
-    0.32 are known.
+    0.32 are known. Raise EngineError for another one.
     """
     if hasattr(sampler, "topk_topp_sampler"):
         sampler.topk_topp_sampler = FullLogprobs(sampler.topk_topp_sampler)
         return
+    if not hasattr(sampler, "_sample_random"):
+        raise EngineError(
+            f"vLLM samples by {type(sampler).__name__}, and how to get log-probs before top-p from "
+            "it is not known. Install vLLM 0.32."
+        )
     sample = sampler._sample_random
 
     def sample_and_keep_logits(logits_RV: Tensor, *args: Any) -> tuple[Tensor, Tensor]:

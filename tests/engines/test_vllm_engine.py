@@ -181,6 +181,11 @@ def test_the_second_runner_takes_log_probs_of_logits_that_nothing_was_cut_from()
     assert torch.equal(logits, LOGITS)
 
 
+def test_a_sampler_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(EngineError, match="vLLM samples by object"):
+        report_full_logprobs(object())
+
+
 @pytest.fixture
 def models(tiny_model_dir):
     """The policy at versions 0, 1 and 2."""
