@@ -19,6 +19,8 @@ from openrlhf.algorithms.tokens import exp_of_log_ratio, segment_mean
 class ClipRange:
     """Limits of a policy update: the ratio is clipped to [1 - low, 1 + high], and where A < 0 the
     loss is at most dual * |A|. `gates`: how steep SAPO's soft gate is for A > 0 and for A <= 0.
+
+    Example: `ClipRange(low=0.2, high=0.28)` clips the ratio to [0.8, 1.28].
     """
 
     low: float = 0.2

@@ -29,7 +29,10 @@ STEPWISE_COLUMNS = ["prompt", "completions", "labels"]
 
 @dataclass(frozen=True)
 class ProcessExample:
-    """A text and what its M markers are worth."""
+    """A text and what its M markers are worth.
+
+    Example: three markers worth good, good, bad: `labels` tensor([10, 10, 12]).
+    """
 
     token_ids: Tensor  # (T,) int64
     marker_mask: Tensor  # (T,) bool, True at the M markers

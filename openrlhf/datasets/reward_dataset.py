@@ -42,7 +42,10 @@ PROMPTS = ("prompt", "instruction", "question")
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two sequences, the first preferred; the targets of each are its response and its end."""
+    """Two sequences, the first preferred; the targets of each are its response and its end.
+
+    Example: prompt [7] with [8, 2] before [9, 2]: `chosen_ids` [7, 8, 2], `chosen_mask` [F, T, T].
+    """
 
     chosen_ids: Tensor  # (T,) int64
     chosen_mask: Tensor  # (T,) bool, False on the prompt

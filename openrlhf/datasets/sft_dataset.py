@@ -41,7 +41,10 @@ Columns = tuple[str, str | None]  # prompt, answer; None: the prompt's column ho
 
 @dataclass(frozen=True)
 class SFTExample:
-    """One sequence to learn from."""
+    """One sequence to learn from.
+
+    Example: prompt [7, 8] and response [9, 2]: `token_ids` [7, 8, 9, 2], `loss_mask` [F, F, T, T].
+    """
 
     token_ids: Tensor  # (T,) int64
     loss_mask: Tensor  # (T,) bool, False on the first token (nothing predicts it)

@@ -46,7 +46,10 @@ _BEST = "best_global_step*_hf"
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was verified to the byte."""
+    """A checkpoint that was verified to the byte.
+
+    Example: `Saved(Path("ckpt/global_step20"), 20, {"run": {...}, "data": {...}})`
+    """
 
     path: Path
     step: int
@@ -198,7 +201,10 @@ class CheckpointStore:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The data that the order of samples follows from; resuming needs the same."""
+    """The data that the order of samples follows from; resuming needs the same.
+
+    Example: `DataFacts("9f2c51", num_samples=960)`
+    """
 
     fingerprint: str
     num_samples: int

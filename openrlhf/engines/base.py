@@ -19,6 +19,8 @@ SEED_BITS = 63
 class SamplingSettings:
     """Sampling settings; `temperature` 0 is greedy. Tokens are dropped by `min_p`, then `top_k`,
     then `top_p`.
+
+    Example: `SamplingSettings(num_samples=8, temperature=0.7, stop_token_ids=(151645,))`
     """
 
     num_samples: int = 1
@@ -51,7 +53,10 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt, of which `sampling.num_samples` completions are wanted."""
+    """One prompt, of which `sampling.num_samples` completions are wanted.
+
+    Example: `GenerationRequest("step3/17", (1, 42, 7), SamplingSettings(num_samples=8))`
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -60,7 +65,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled response with its stop token; log-probs as the engine used them."""
+    """A sampled response with its stop token; log-probs as the engine used them.
+
+    Example: `Completion((5, 9, 2), (-0.1, -1.2, -0.01), "stop", weight_version=3)`
+    """
 
     token_ids: tuple[int, ...]  # A ids
     logprobs: tuple[float, ...]  # A log-probs at the sampling temperature, before top-k and top-p
@@ -81,7 +89,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Some named full tensors in one flat byte buffer, however it travels."""
+    """Some named full tensors in one flat byte buffer, however it travels.
+
+    Example: `WeightBucket(("lm_head.weight",), ("bfloat16",), ((100, 8),), (0,), 1600, handle)`
+    """
 
     names: tuple[str, ...]  # Hugging Face parameter names
     dtypes: tuple[str, ...]  # "float32", "bfloat16", ...

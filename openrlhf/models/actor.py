@@ -21,7 +21,10 @@ from openrlhf.utils.packing import PackedBatch, base_model_of, is_padded
 
 
 class TokenStats(NamedTuple):
-    """Output of the policy for the target tokens of a batch."""
+    """Output of the policy for the target tokens of a batch.
+
+    Example: `TokenStats(logprobs=tensor([-0.1, -2.3]), is_top=tensor([True, False]))`
+    """
 
     logprobs: Tensor  # (N,) fp32
     is_top: Tensor  # (N,) bool: no token is likelier than the target

@@ -30,7 +30,10 @@ Shown = dict[str, dict[str, str]]  # function -> argument -> its value for one s
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """B samples to be scored, as text."""
+    """B samples to be scored, as text.
+
+    Example: `RewardBatch(["2+3= 5"], ["2+3="], [" 5"], ["5"])`
+    """
 
     queries: Sequence[str]  # B, prompt and response in one
     prompts: Sequence[str]  # B
@@ -76,7 +79,10 @@ class RewardBatch:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The scores of B samples, every one a finite float32."""
+    """The scores of B samples, every one a finite float32.
+
+    Example: `RewardResult([1.0, None], extra_logs={"length": [3.0, 4.0]})`
+    """
 
     rewards: list[float | None]  # B; None for a sample that no function applies to
     # B: raw 0-1 task scores, where the source gives them; `check_scores` refuses some without.

@@ -25,7 +25,10 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class CodeResult:
-    """Result of a finished program."""
+    """Result of a finished program.
+
+    Example: `CodeResult(1, "", "ZeroDivisionError: division by zero")`
+    """
 
     exit_code: int | None  # None: it was stopped at the time limit; below 0: the signal
     stdout: str

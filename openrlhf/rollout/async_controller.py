@@ -13,7 +13,11 @@ from typing import Any
 
 @dataclass
 class Ledger:
-    """Outcome of every drawn prompt, keyed by (episode, row)."""
+    """Outcome of every drawn prompt, keyed by (episode, row).
+
+    Example: after five draws: `num_drawn` 5, `pending` {(0, 4)}, `outcomes` {"trained": 3, "no
+    signal": 1}.
+    """
 
     num_drawn: int = 0
     pending: set[tuple[int, int]] = field(default_factory=set)
@@ -63,7 +67,10 @@ Key = tuple[int, int]  # (episode, row)
 
 @dataclass(frozen=True)
 class AsyncLimits:
-    """Limits on how far generation may run ahead of training."""
+    """Limits on how far generation may run ahead of training.
+
+    Example: `AsyncLimits(batch_size=32, max_staleness=1, max_running=64)`
+    """
 
     batch_size: int  # groups of a step
     max_staleness: int  # steps that a group may be behind when it is trained on

@@ -19,7 +19,10 @@ from openrlhf.utils.rollout import Rollout
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, with its 95 % interval where there are several: 0.512 [0.478, 0.546]."""
+    """A mean over prompts, with its 95 % interval where there are several: 0.512 [0.478, 0.546].
+
+    Example: `Estimate(0.512, (0.478, 0.546))`
+    """
 
     mean: float
     interval: tuple[float, float] | None

@@ -47,7 +47,10 @@ class Acts(Protocol):
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """Outcome of a submitted prompt."""
+    """Outcome of a submitted prompt.
+
+    Example: `FinishedGroup((0, 17), failure="reward: ZeroDivisionError")`
+    """
 
     key: GroupKey
     # Scored, sample by sample; an agent's episode may have several. Empty when the group failed.
@@ -57,7 +60,10 @@ class FinishedGroup:
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """The samples of a batch of prompts."""
+    """The samples of a batch of prompts.
+
+    Example: `SampleBatch(rollouts, metrics, failed={17: "reward: ZeroDivisionError"})`
+    """
 
     rollouts: list[Rollout]  # scored, prompt by prompt
     metrics: Metrics

@@ -51,7 +51,10 @@ class Scorer:
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Handling of groups without a reward: `--reward_failure`."""
+    """Handling of groups without a reward: `--reward_failure`.
+
+    Example: `FailurePolicy(step_size=128, drops=True, max_dropped=0.1)`
+    """
 
     step_size: int  # groups of a step, in however many calls it is made
     drops: bool = False  # leave them out, up to `max_dropped` of a step; else the run ends

@@ -24,6 +24,8 @@ NO_SIGNAL = "filtered:no signal"
 class GroupFilter:
     """Keeps a group that can teach something (dynamic sampling, DAPO, arXiv 2503.14476): its mean
     task score lies strictly between `low` and `high`, and its scores are not all equal.
+
+    Example: scores (1, 0, 1, 1) teach something, (1, 1, 1, 1) do not.
     """
 
     low: float = 0.0

@@ -1,5 +1,13 @@
-"""The RL step on one screen: generate, make experience, update, sync; plain Python over groups of
-workers.
+"""The RL step on one screen: plain Python over groups of workers.
+
+    broadcast_to_vllm()                              # engines hold the policy's weights
+    while there are prompts:
+        rollouts = generate()                        # samples with rewards, group by group
+        experience = make_experience(rollouts)       # log-probs, values, KL, advantages
+        for role in ("critic", "actor"):
+            update_model(role, experience)           # optimizer steps over global batches
+        broadcast_to_vllm()                          # with a receipt of every tensor
+        report, evaluate and save what is due
 
 Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Built by
 `commands.train_rl`.

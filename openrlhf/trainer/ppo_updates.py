@@ -18,7 +18,10 @@ from openrlhf.trainer.workers.model_worker import TrainedWorker
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The inputs of a step's updates beside samples and weights."""
+    """The inputs of a step's updates beside samples and weights.
+
+    Example: `StepFacts(global_step=3, kl_coef=0.01, num_texts=0, updates=[2, 2, 2])`
+    """
 
     global_step: int
     kl_coef: float

@@ -26,6 +26,8 @@ COMBINE: dict[Reduction, Callable[[list[float]], float]] = {
 class Metrics:
     """Named numbers with their reductions; picklable, so that ranks can send theirs to the
     controller.
+
+    Example: `metrics.add("reward", 0.5, weight=8)`, then `metrics.values() == {"reward": 0.5}`
     """
 
     # name -> [total, weight, reduction], as JSON has it

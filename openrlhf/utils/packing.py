@@ -32,6 +32,8 @@ class Batch:
 class PackedBatch(Batch):
     """B sequences with T tokens in all; N of the tokens are targets (their log-prob or value is
     wanted).
+
+    Example: [7, 8, 9] and [5, 2] are `token_ids` [7, 8, 9, 5, 2] with `seq_lengths` (3, 2).
     """
 
     token_ids: Tensor  # (T,) int64

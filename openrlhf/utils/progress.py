@@ -22,7 +22,10 @@ Advance = Callable[..., None]
 
 
 class Health(NamedTuple):
-    """The progress of a process."""
+    """The progress of a process.
+
+    Example: `Health("training", num_done=3, total=8, pid=4711)`
+    """
 
     work: str | None  # what goes on step by step; None: nothing of that kind
     num_done: int  # micro-batches of this work, or steps of an engine since its start

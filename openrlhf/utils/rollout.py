@@ -18,7 +18,10 @@ from openrlhf.errors import EngineError
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt as the engines get it."""
+    """One prompt as the engines get it.
+
+    Example: `PromptRecord(0, "2 + 3 =", (17, 488, 18, 284), label="5")`
+    """
 
     row_id: int  # index of the row in the data set, before anything was dropped
     prompt_text: str
@@ -42,7 +45,11 @@ class PromptRecord:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A sample of one prompt; T tokens in all, A of them sampled by the policy."""
+    """A sample of one prompt; T tokens in all, A of them sampled by the policy.
+
+    Example: prompt [7, 8] and response [9, 2] of row 16 are `token_ids` [7, 8, 9, 2], `action_mask`
+    [F, F, T, T], two `logprobs`, and `sample_id` "step3/17/0".
+    """
 
     sample_id: str  # "<tag>/<row>/<k>", rows counted from 1; unique in a run
     group_id: int  # samples of the same prompt in the same step share it

@@ -99,7 +99,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """The result of an episode that has a reward."""
+    """The result of an episode that has a reward.
+
+    Example: `EpisodeResult((segment,), reward=1.0, seconds=2.5)`
+    """
 
     segments: tuple[Segment, ...]
     reward: float

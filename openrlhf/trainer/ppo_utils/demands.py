@@ -12,7 +12,10 @@ TRAINED_ROLES = ("actor", "critic")
 
 @dataclass(frozen=True)
 class RoleDemand:
-    """The demand of one role; roles with the same `pool` share bundles."""
+    """The demand of one role; roles with the same `pool` share bundles.
+
+    Example: `RoleDemand("ref", 4, pool="actor")`
+    """
 
     role: str
     num_ranks: int
@@ -22,7 +25,10 @@ class RoleDemand:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The devices of the cluster."""
+    """The devices of the cluster.
+
+    Example: `ClusterView(num_gpus=16, num_cpus=128, max_gpus_per_node=8)`
+    """
 
     num_gpus: int
     num_cpus: int

@@ -25,7 +25,11 @@ TOKEN, ACTION, SAMPLE = ({"axis": axis} for axis in ("token", "action", "sample"
 
 @dataclass(frozen=True)
 class Experience(Batch):
-    """B samples, T tokens, N sampled tokens."""
+    """B samples, T tokens, N sampled tokens.
+
+    Example: two samples of 2 + 3 and 2 + 1 tokens have `seq_lengths` [5, 3], `num_actions` [3, 1],
+    eight `token_ids` and four `rollout_logprobs`.
+    """
 
     seq_lengths: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to T
     num_actions: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to N

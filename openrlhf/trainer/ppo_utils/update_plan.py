@@ -28,7 +28,10 @@ if TYPE_CHECKING:  # it imports datasets and pandas, which workers do not need
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """One optimizer step as one rank sees it: its samples and the denominators of all ranks."""
+    """One optimizer step as one rank sees it: its samples and the denominators of all ranks.
+
+    Example: samples 0 and 3 of 8, with `num_tokens` 812 and `num_samples` 8 of all ranks.
+    """
 
     experience: Experience
     num_tokens: int  # sampled tokens of the whole optimizer step, all ranks
