@@ -52,14 +52,10 @@ READABLE = """
     /proc/meminfo /sys/devices/system/cpu /dev/zero /dev/random /dev/urandom
 """
 # What a solution of LeetCode takes for granted; the later of two equal names counts.
-USUAL_IMPORTS = """
-from typing import *; from operator import *; from random import *; from re import *
-from string import *; from copy import *; from statistics import *; from datetime import *
-from math import *; from itertools import *; from functools import *; from collections import *
-from heapq import *; from bisect import *
-import typing, operator, random, re, string, copy, statistics, datetime, math, itertools
-import functools, collections, heapq, bisect, sys, os, json, time
-"""
+USUAL_IMPORTS = (
+    "typing, operator, random, re, string, copy, statistics, datetime, math, itertools, functools, "
+    "collections, heapq, bisect"
+)
 # Ways to the frames and objects of the tests. What tests hand over is data of theirs all the same.
 HIDDEN_EVENTS = """
     sys.settrace sys.setprofile sys.addaudithook sys._getframe sys._current_frames
@@ -396,8 +392,9 @@ def main() -> None:
     sys.set_int_max_str_digits(0)
     unittest.main = dict  # the tests are executed without it
     libc.prctl(PR_SET_DUMPABLE, 0)
+    stars = [f"from {name} import *" for name in USUAL_IMPORTS.split(", ")]
     names: dict[str, Any] = {}
-    exec(USUAL_IMPORTS, names)
+    exec("\n".join([*stars, f"import {USUAL_IMPORTS}, sys, os, json, time"]), names)
     usual = {name: value for name, value in names.items() if name not in __builtins__}
     gc.freeze()  # what is shared with a fork is not written to
     server = socket.socket(fileno=0)

@@ -69,11 +69,11 @@ class FunctionPool(RewardSource):
         self.weights = weights and list(weights)
         self.timeout_s = timeout_s
         self.memory_bytes = int(memory_gib * GIB)
-        logs = [log_dir and log_dir / f"reward-{index}.log" for index in range(count)]
-        self.workers = [Worker(self, log) for log in logs]
-        self._idle: asyncio.Queue[Worker] = asyncio.LifoQueue()
-        for worker in reversed(self.workers):
-            self._idle.put_nowait(worker)
+        self.log_dir = log_dir
+        self.processes: dict[int, WorkerProcess] = {}
+        self._idle: asyncio.Queue[int] = asyncio.LifoQueue()
+        for index in reversed(range(count)):
+            self._idle.put_nowait(index)
         try:
             self._thread.run(self._ask("start", NO_SAMPLES))
         except ConfigError:
@@ -99,56 +99,46 @@ class FunctionPool(RewardSource):
         return replace(result, unread=[str(key) for key in unread])
 
     async def _ask(self, method: str, batch: RewardBatch) -> Any:
-        """Return what a method of UserFunctions returns in a worker."""
-        worker = await self._idle.get()
-        try:
-            return await worker.ask(method, batch)
-        finally:
-            self._idle.put_nowait(worker)
-
-    async def release(self) -> None:
-        for worker in self.workers:
-            if worker.process is not None:
-                await worker.process.close()
-
-
-class Worker:
-    """One worker of a pool: its process, started when there is none, and its limits."""
-
-    def __init__(self, pool: FunctionPool, log_path: Path | None) -> None:
-        self.pool, self.path = pool, pool.name
-        self.log_path = log_path or Path(os.devnull)
-        self._log_hint = f" See {log_path}." if log_path else ""
-        self.process: WorkerProcess | None = None
-
-    async def ask(self, method: str, batch: RewardBatch) -> Any:
-        """Return what a method of UserFunctions returns for a batch; raises RewardError when the
+        """Return what a method of UserFunctions returns in a worker; raises RewardError when the
         worker ended or did not reply in time, and ConfigError when the file cannot be loaded or
         used.
         """
-        if self.process is None or self.process.is_over:
-            self.log_path.parent.mkdir(parents=True, exist_ok=True)
-            words = (self.path, self.pool.weights, self.pool.memory_bytes, self.log_path.absolute())
-            self.process = await WorkerProcess.start(
-                serve, *words, serve=refuse, hint=self._log_hint
-            )
-        _rotate(self.log_path)
+        index = await self._idle.get()
+        log = self.log_dir / f"reward-{index}.log" if self.log_dir else Path(os.devnull)
+        hint = f" See {log}." if self.log_dir else ""
         try:
-            limit_s = self.pool.timeout_s
-            return await self.process.call(method, batch, limit_s, timeout_s=limit_s)
+            if index not in self.processes or self.processes[index].is_over:
+                self.processes[index] = await self._start(log.absolute(), hint)
+            _rotate(log)
+            return await self._call(self.processes[index], method, batch)
         except (ConnectionError, TimeoutError) as error:
             flag = " (--reward_timeout_s)" if isinstance(error, TimeoutError) else ""
             raise RewardError(
-                f"{self.path}: the reward function {error}{flag} while it scored {batch.names()}. "
-                f"Its worker was replaced.{self._log_hint}"
+                f"{self.name}: the reward function {error}{flag} while it scored {batch.names()}. "
+                f"Its worker was replaced.{hint}"
             ) from error
+        finally:
+            self._idle.put_nowait(index)
+
+    async def _start(self, log: Path, hint: str) -> WorkerProcess:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        words = (self.name, self.weights, self.memory_bytes, log)
+        return await WorkerProcess.start(serve, *words, serve=refuse, hint=hint)
+
+    async def _call(self, process: WorkerProcess, method: str, batch: RewardBatch) -> Any:
+        try:
+            return await process.call(method, batch, self.timeout_s, timeout_s=self.timeout_s)
         except asyncio.CancelledError:  # the function still runs
-            self.process.kill()
+            process.kill()
             raise
         except RewardError as error:
             if MEMORY_FLAG in str(error):  # it may hold on to what it has
-                self.process.kill()
+                process.kill()
             raise
+
+    async def release(self) -> None:
+        for process in self.processes.values():
+            await process.close()
 
 
 def _rotate(path: Path) -> None:
@@ -199,6 +189,7 @@ def serve(
             is_full = isinstance(error.__cause__, MemoryError)
             copy = type(error)(f"{error} {MEMORY_FLAG}" if is_full else str(error))
             result, settle = copy.in_user_code(error.user_traceback), done.set_exception
+        faulthandler.cancel_dump_traceback_later()
         if os.getpid() != own_pid:  # a copy that the function forked: it has no say
             os._exit(0)
         settle(result)

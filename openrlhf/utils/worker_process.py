@@ -187,7 +187,7 @@ class WorkerProcess:
         token = secrets.token_hex(16)
         context: Any = multiprocessing.get_context(method)
         process = context.Process(target=target, args=(theirs, token, path, *arguments))
-        with theirs, _without_main():
+        with theirs, _undisturbed():
             process.start()
         channel = Channel(token, serve, to_pickle, from_json)
         await channel.open(ours)
@@ -269,15 +269,17 @@ async def refuse(*arguments: Any) -> None:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
-    """Have a process that is started not import the program's main file: a script that trains
-    without a main guard would train a second time in it.
+def _undisturbed() -> Iterator[None]:
+    """Have a process that is started here get no Ctrl-C, and not import the program's main file: a
+    script that trains without a main guard would train a second time in it.
     """
     with _STARTING:
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             sys.modules["__main__"] = main
 
 
@@ -286,6 +288,8 @@ def attend(connection: socket.socket, token: str, serve: Serve) -> tuple[LoopThr
     has gone; then end this one, with all that it has started.
     """
     os.setsid()  # what it starts ends with it, and Ctrl-C is the parent's
+    signal.sigtimedwait([signal.SIGINT], 0)  # one that came before
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     connection.set_inheritable(False)
     thread, channel = LoopThread("parent"), Channel(token, serve, to_json, from_pickle)
     thread.run(channel.open(connection))

@@ -70,8 +70,7 @@ def batch_of(*labels: object, **columns: list[object]) -> RewardBatch:
 
 def pids_of(pool: FunctionPool) -> list[int]:
     """The processes that live now."""
-    found = [worker.process for worker in pool.workers if worker.process is not None]
-    return [process.pid for process in found if not process.is_over]
+    return [process.pid for process in pool.processes.values() if not process.is_over]
 
 
 def rewards_of(pool: FunctionPool, *labels: object, **columns: list[object]) -> list[float]:
@@ -309,3 +308,26 @@ def test_workers_and_what_they_started_die_with_their_parent_in_the_middle_of_a_
         assert len(pids) == 4 and all(map(psutil.pid_exists, pids))
         parent.kill()
     assert ends(*pids)
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from openrlhf.rewards.base import RewardBatch
+from openrlhf.rewards.workers import FunctionPool
+signal.signal(signal.SIGINT, lambda number, frame: None)
+pool = FunctionPool(sys.argv[1], num_workers=2)
+first, second = [pool.submit(RewardBatch(["q"], ["p"], ["r"], [1])) for _ in range(2)]
+while not second.done():
+    os.killpg(os.getpgrp(), signal.SIGINT)
+    time.sleep(0.02)
+print(second.result().rewards, flush=True)
+pool.close()
+"""
+
+
+def test_ctrl_c_reaches_no_worker_that_starts(tmp_path: Path) -> None:
+    path = tmp_path / "my_reward.py"
+    path.write_text("import time\ndef reward_func(queries): time.sleep(1); return [1.0]\n")
+    words = [sys.executable, "-c", INTERRUPTED, str(path)]
+    done = subprocess.run(words, capture_output=True, start_new_session=True, check=False)
+    assert (done.stdout, done.stderr) == (b"[1.0]\n", b"")

@@ -164,8 +164,9 @@ def test_what_an_agent_writes_to_open_descriptors_is_no_message(data, tmp_path, 
 def test_a_stopped_process_is_ended_at_the_limit_of_a_step(tmp_path, tiny_tokenizer):
     code = environment("import signal\nos.kill(os.getpid(), signal.SIGSTOP)")
     result, seconds = outcome(tmp_path, tiny_tokenizer, code, step_timeout_s=0.5)
-    assert result.kind == "blocked" and "agent_func.py: the agent did not end in 0.5 s" in str(
-        result
+    assert (
+        result.kind == "blocked"
+        and "agent_func.py: its process did not respond for 0.5 s" in str(result)
     )
     assert seconds < 20
 

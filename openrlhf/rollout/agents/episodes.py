@@ -119,8 +119,9 @@ class AgentWorker:
             limit_s = self.setup.episode_timeout_s + GRACE_S
             found = await process.call("run", request, timeout_s=limit_s)
             return checked(found, self.setup)
-        except TimeoutError as error:  # it could not even say where it is
-            raise AgentError(f"{path}: the agent {error}", "blocked") from None
+        except TimeoutError:  # it could not even say where it is
+            waited = f"did not respond for {self.setup.step_timeout_s:g} s"
+            raise AgentError(f"{path}: its process {waited}", "blocked") from None
         except AgentError as error:
             if error.kind == "blocked":
                 process.kill(ConnectionError("was replaced"))
