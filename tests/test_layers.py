@@ -33,6 +33,7 @@ HOMES = {
     "openrlhf.algorithms": {"torch"},
     "openrlhf.utils": {"torch", "rich"},
     "openrlhf.utils.tokenizer": {"torch", "transformers"},
+    "openrlhf.utils.worker_process": {"psutil"},
     "openrlhf.utils.images": {"torch", "transformers", "PIL"},
     "openrlhf.rewards.remote": {"httpx"},
     "openrlhf.rewards.math_expressions": {"math_verify", "mpmath", "sympy"},

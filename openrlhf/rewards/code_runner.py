@@ -4,23 +4,20 @@ NOT A SECURITY BOUNDARY: what the processes cannot do stands in SECURITY.md, and
 kernel. Programs of models you do not trust belong into a container or a virtual machine.
 """
 
+import ctypes
 import functools
 import json
-import os
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from openrlhf.utils.processes import hide_memory
-
 PROGRAM_PROCESS = Path(__file__).with_name("program_process.py")
+PR_SET_DUMPABLE = 4
 GRACE_S = 30.0  # for the supervisor to end a program
-_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,7 @@ def run_python(
 
     `timeout_s` limits the clock and, in whole seconds, CPU time.
     """
-    job = {"program": program, "name": "program", "stdin": stdin, "tests": None}
-    return CodeResult(*_run(job, timeout_s, memory_mib)[:3])
+    return CodeResult(*_run(program, stdin, None, timeout_s, memory_mib)[:3])
 
 
 def passes_tests(
@@ -56,56 +52,47 @@ def passes_tests(
     see the names of the program, which they can also import from `solution`. Raise ValueError if
     they check nothing, whatever the program is, or cannot be executed.
     """
-    job = {"program": program, "name": "solution", "stdin": "", "tests": tests}
-    number, _, problem = _run(job, timeout_s, memory_mib)[3].partition(" ")
+    number, _, problem = _run(program, "", tests, timeout_s, memory_mib)[3].partition(" ")
     if problem:
         raise ValueError(f"the tests {tests[:60]!r} cannot be used: {problem}")
     return number not in ("", "0")
 
 
-def _run(job: dict, timeout_s: float, memory_mib: int) -> tuple[int | None, str, str, str]:
+def _run(
+    program: str, stdin: str, tests: str | None, timeout_s: float, memory_mib: int
+) -> tuple[int | None, str, str, str]:
     """Return exit code, output, errors and the verdict of tests, which is empty without one."""
+    if _server()[1].poll() is not None:  # a program has ended it
+        _server.cache_clear()
     ours, theirs = socket.socketpair()
     with ours, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        with theirs:
-            _hand_over(theirs)
-        job |= {"folder": folder, "timeout_s": timeout_s, "memory_mib": memory_mib}
+        job = {"program": program, "stdin": stdin, "tests": tests, "folder": folder}
+        job |= {"timeout_s": timeout_s, "memory_mib": memory_mib}
         ours.settimeout(timeout_s + GRACE_S)
-        with suppress(OSError):  # the supervisor is gone: a program may have killed it
+        with suppress(OSError), ours.makefile("rb") as reply:  # a program has ended its supervisor
+            with theirs:
+                socket.send_fds(_server()[0], [b"."], [theirs.fileno()])
             ours.sendall(json.dumps(job).encode())
             ours.shutdown(socket.SHUT_WR)
-            with ours.makefile("rb") as reply:
-                return tuple(json.loads(reply.read() or b'[null, "", "", ""]'))
-        return None, "", "", ""
-
-
-def _hand_over(connection: socket.socket) -> None:
-    """Give the server a connection; start it if it does not run."""
-    with _LOCK:
-        try:
-            socket.send_fds(_server(os.getpid())[0], [b"."], [connection.fileno()])
-        except OSError:  # it was killed
-            _server.cache_clear()
-            socket.send_fds(_server(os.getpid())[0], [b"."], [connection.fileno()])
+            return tuple(json.loads(reply.read() or b'[null, "", "", ""]'))
+    return None, "", "", ""
 
 
 @functools.cache
-def _server(pid: int) -> tuple[socket.socket, subprocess.Popen]:
-    """Start the server of this process, which no program may read from then on; it ends when the
-    connection is closed.
+def _server() -> tuple[socket.socket, subprocess.Popen]:
+    """Start the process that forks a supervisor for each program; it ends when the connection is
+    closed. From then on no program may read this process, nor is a core dumped.
     """
-    hide_memory()
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     readable = [sys.prefix, *(path for path in sys.path if path.endswith("-packages"))]
     with theirs:
-        number = theirs.fileno()
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(PROGRAM_PROCESS), str(number), *readable],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-I", "-S", str(PROGRAM_PROCESS), *readable],
+            stdin=theirs,
             stdout=subprocess.DEVNULL,
             cwd="/",
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-            pass_fds=[number],
             start_new_session=True,
         )
     if not ours.recv(8):

@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import resource
-import secrets
 import select
 import signal
 import socket
@@ -41,7 +40,6 @@ __builtins__ = dict(vars(builtins))
 MIB = 1024**2
 MAX_FILE_BYTES = 16 * MIB  # of any file, output included
 MAX_SHOWN = 10_000  # characters of output that are kept
-MAX_VERDICT_BYTES = 2**16
 MAX_FILES = 64  # open ones
 MAX_TASKS = 64  # processes and threads
 FIRST_UID = 61184  # a range that systemd, too, gives to processes without an account
@@ -54,14 +52,10 @@ READABLE = """
     /proc/meminfo /sys/devices/system/cpu /dev/zero /dev/random /dev/urandom
 """
 # What a solution of LeetCode takes for granted; the later of two equal names counts.
-USUAL_IMPORTS = """
-from typing import *; from operator import *; from random import *; from re import *
-from string import *; from copy import *; from statistics import *; from datetime import *
-from math import *; from itertools import *; from functools import *; from collections import *
-from heapq import *; from bisect import *
-import typing, operator, random, re, string, copy, statistics, datetime, math, itertools
-import functools, collections, heapq, bisect, sys, os, json, time
-"""
+USUAL_IMPORTS = (
+    "typing, operator, random, re, string, copy, statistics, datetime, math, itertools, functools, "
+    "collections, heapq, bisect"
+)
 # Ways to the frames and objects of the tests. What tests hand over is data of theirs all the same.
 HIDDEN_EVENTS = """
     sys.settrace sys.setprofile sys.addaudithook sys._getframe sys._current_frames
@@ -82,17 +76,8 @@ class HiddenError(RuntimeError, ValueError):
     """Raised where a program looks for its tests; a ValueError, as of a stack that is not deep."""
 
 
-def usual_names() -> dict[str, Any]:
-    """Return the names of the usual imports, without those that would hide Python's own."""
-    names: dict[str, Any] = {}
-    exec(USUAL_IMPORTS, names)
-    return {name: value for name, value in names.items() if name not in __builtins__}
-
-
-def serve(line: socket.socket) -> dict[str, Any]:
-    """Fork a supervisor for each connection that is handed over; return the job in the process of
-    the program alone.
-    """
+def serve(line: socket.socket) -> int:
+    """Fork for each connection that is handed over; return it in the new process alone."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         message, descriptors, _, _ = socket.recv_fds(line, 1, 1)
@@ -100,40 +85,35 @@ def serve(line: socket.socket) -> dict[str, Any]:
             _exit(0)
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if job := supervise(socket.socket(fileno=descriptors[0])):
-                return job
-            _exit(0)
+            return descriptors[0]
         os.close(descriptors[0])
 
 
-def supervise(line: socket.socket) -> dict[str, Any] | None:
-    """Fork the process of a program, wait for its end, and send what came of it."""
-    job: dict[str, Any] = json.load(line.makefile("rb"))
+def supervise(line: int) -> dict[str, Any]:
+    """Run a program in a process of its own, and send what came of it; return the job in that
+    process alone.
+    """
     libc.prctl(PR_SET_SUBREAPER, 1)  # what the program leaves running becomes a child of this one
-    given, output, errors = map(os.memfd_create, ("stdin", "stdout", "stderr"))
-    os.pwrite(given, job["stdin"].encode(errors="replace"), 0)
-    ours, theirs = socket.socketpair()
-    job["nonce"] = secrets.token_bytes(32)
+    with open(line, "rb", closefd=False) as given:
+        job: dict[str, Any] = {**json.load(given), "nonce": os.urandom(32)}
+    files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "verdict")]
+    os.pwrite(files[0], job["stdin"].encode(errors="replace"), 0)
     if (pid := os.fork()) == 0:
-        confine(job, [given, output, errors, theirs.detach()])
+        confine(job, files)
         return job
-    theirs.close()
     poll, process = select.poll(), os.pidfd_open(pid)
     poll.register(process, select.POLLIN)
     poll.register(line, 0)  # nobody waits any more
     has_ended = process in dict(poll.poll(job["timeout_s"] * 1000))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if has_ended else None
     end_all(pid)
-    written = b""
-    with suppress(BlockingIOError, ConnectionError):
-        written = ours.recv(MAX_VERDICT_BYTES, socket.MSG_DONTWAIT)
-    lines = (line.partition(b" ") for line in written.split(b"\n"))
-    verdicts = [text for sign, _, text in lines if sign == signature(text, job["nonce"])]
-    shown = [os.pread(file, 4 * MAX_SHOWN, 0).decode(errors="replace") for file in (output, errors)]
+    said = (text.partition(b" ") for text in os.pread(files[3], MAX_FILE_BYTES, 0).split(b"\n"))
+    verdicts = [text for sign, _, text in said if sign == signature(text, job["nonce"])]
+    shown = [os.pread(file, 4 * MAX_SHOWN, 0).decode(errors="replace") for file in files[1:3]]
     reply = [code, *(text[:MAX_SHOWN] for text in shown), b"".join(verdicts[:1]).decode()]
-    with suppress(ConnectionError):
-        line.sendall(json.dumps(reply).encode())
-    return None
+    with suppress(ConnectionError), open(line, "wb") as output:
+        output.write(json.dumps(reply).encode())
+    _exit(0)
 
 
 def signature(text: bytes, nonce: bytes) -> bytes:
@@ -217,7 +197,7 @@ def restrict_files(folder: str) -> None:
     rules = struct.pack("QQQ", everything, 3 * (version >= 4), 3 * (version >= 6))
     ruleset = libc.syscall(LANDLOCK_CREATE, rules, len(rules), 0)
     readable = dict.fromkeys(
-        [*READABLE.split(), sys.prefix, sys.base_prefix, *sys.argv[2:]], MAY_READ
+        [*READABLE.split(), sys.prefix, sys.base_prefix, *sys.argv[1:]], MAY_READ
     )
     for path, rights in {**readable, "/dev/null": ON_A_FILE, folder: everything}.items():
         with suppress(FileNotFoundError):
@@ -229,9 +209,8 @@ def restrict_files(folder: str) -> None:
     os.close(ruleset)
 
 
-def run_program(job: dict[str, Any], module: ModuleType) -> None:
-    """Execute a program as a module."""
-    path = f"{job['name']}.py"
+def run_program(job: dict[str, Any], module: ModuleType, path: str) -> None:
+    """Execute a program as a module of a file."""
     text = job["program"].encode(errors="replace").decode()
     Path(path).write_text(text, "utf-8")  # for what shows the source
     module.__file__ = path
@@ -250,8 +229,9 @@ def hide() -> None:
             raise HiddenError(f"{event} is not available in tests")
 
     # What reads frames by itself goes on without.
-    traceback.walk_tb = traceback._walk_tb_with_full_positions = partial(dict.fromkeys, ())
-    BaseEventLoop.set_debug, BaseEventLoop._debug = staticmethod(partial(dict.fromkeys, ())), False
+    nothing = partial(dict.fromkeys, ())
+    traceback.walk_tb = traceback._walk_tb_with_full_positions = nothing
+    BaseEventLoop.set_debug, BaseEventLoop._debug = staticmethod(nothing), False
     sys.addaudithook(check)
 
 
@@ -293,19 +273,22 @@ def require_checks(tree: ast.Module) -> None:
     raise ValueError("they check nothing. Add assert statements or test functions")
 
 
-def parted(tree: ast.Module) -> tuple[CodeType, CodeType]:
+class Counted(ast.NodeTransformer):
+    """Adds a count after each check."""
+
+    def visit(self, node: ast.AST) -> Any:
+        """Return the node, and the count if it is a check."""
+        is_counted, node = is_check(node), self.generic_visit(node)
+        count = ast.Expr(ast.Call(ast.Name(COUNT, ast.Load()), [ast.Constant(1)], []))
+        return [node, count] if is_counted else node
+
+
+def parted(tree: ast.Module) -> list[CodeType]:
     """Return the code of the tests' imports, and of the rest with a count after each check."""
     imports = [node for node in tree.body if is_import(node)]
-    rest = ast.Module([node for node in tree.body if node not in imports], [])
-    count = ast.Expr(ast.Call(ast.Name(COUNT, ast.Load()), [ast.Constant(1)], []))
-    for node in list(ast.walk(rest)):
-        for name in ("body", "orelse", "finalbody"):
-            if isinstance(block := getattr(node, name, None), list):
-                pairs = [(n, count) if is_check(n) else (n,) for n in block]
-                block[:] = [node for pair in pairs for node in pair]
-    parts = (ast.Module(imports, []), rest)
-    first, second = (compile(ast.fix_missing_locations(m), "tests", "exec") for m in parts)
-    return first, second
+    rest = Counted().visit(ast.Module([node for node in tree.body if node not in imports], []))
+    parts = map(ast.fix_missing_locations, (ast.Module(imports, []), rest))
+    return [compile(part, "tests", "exec") for part in parts]
 
 
 def is_import(node: ast.stmt) -> bool:
@@ -316,12 +299,12 @@ def is_import(node: ast.stmt) -> bool:
 
 
 def load(job: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """Execute the program as the module `solution` and return its names."""
+    """Execute the program as the module `solution`, with the usual names; return its own."""
     for name in [name for name in sys.modules if name.split(".")[0] in OF_TESTS]:
         del sys.modules[name]  # the program gets a copy of its own
     module, sys.modules["__main__"] = ModuleType("solution"), ModuleType("__main__")
     vars(module).update(usual, __builtins__=vars(sys.modules["builtins"]))
-    run_program(job, module)
+    run_program(job, module, "solution.py")
     return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
@@ -403,23 +386,26 @@ def test(job: dict[str, Any], usual: dict[str, Any]) -> None:
         _exit(0)
 
 
-def main(number: str, *readable: str) -> None:
+def main() -> None:
     """Serve; in the process of a program, execute it."""
-    sys.path += [path for path in readable if path.endswith("-packages")]
+    sys.path += [path for path in sys.argv[1:] if path.endswith("-packages")]
     sys.set_int_max_str_digits(0)
     unittest.main = dict  # the tests are executed without it
     libc.prctl(PR_SET_DUMPABLE, 0)
-    usual = usual_names()
+    stars = [f"from {name} import *" for name in USUAL_IMPORTS.split(", ")]
+    names: dict[str, Any] = {}
+    exec("\n".join([*stars, f"import {USUAL_IMPORTS}, sys, os, json, time"]), names)
+    usual = {name: value for name, value in names.items() if name not in __builtins__}
     gc.freeze()  # what is shared with a fork is not written to
-    line = socket.socket(fileno=int(number))
-    line.send(b"ready")
-    job = serve(line)
+    server = socket.socket(fileno=0)
+    server.send(b"ready")
+    job = supervise(serve(server))
     if job["tests"] is None:
-        run_program(job, ModuleType("__main__"))
+        run_program(job, ModuleType("__main__"), "program.py")
         return
     start_new_thread(test, (job, usual))  # where no signal handler, which gets frames, can be set
     pause()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

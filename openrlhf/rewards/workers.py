@@ -1,25 +1,21 @@
 """Reward functions in worker processes: in parallel, off this process, each call with limits.
 
-A worker that hangs or dies is killed and replaced; its call ends in a RewardError. A reply has the
-token of its call, so that nothing else that user code or its children write is taken for a reward.
-
-`python -m openrlhf.rewards.workers SOCKET FILES WEIGHTS MEMORY_BYTES PARENT` is a worker.
+A worker that hangs or dies is killed and replaced; its call ends in a RewardError.
 """
 
 import asyncio
 import faulthandler
-import json
 import os
-import pickle
-import secrets
+import resource
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from openrlhf.errors import ConfigError, RewardError
@@ -31,14 +27,18 @@ from openrlhf.rewards.base import (
     checked_result,
 )
 from openrlhf.rewards.function import UserFunctions
-from openrlhf.utils.processes import die_with_parent, kill_tree, limit_memory
-from openrlhf.utils.worker_process import MAX_LINE_BYTES, marked_line, next_message
+from openrlhf.utils.worker_process import (
+    LATE_SIGNAL,
+    START_TIMEOUT_S,
+    WorkerProcess,
+    attend,
+    refuse,
+)
 
 MIN_WORKERS, MAX_WORKERS = 4, 16
-LOAD_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as loading a model
-DUMP_S = 0.1  # for a hanging worker to write its stack
-DUMP_SIGNAL = signal.SIGUSR1
+ORPHAN_S = 60.0  # over the limit of a call: then a worker that nobody has ended ends by itself
 MAX_LOG_BYTES = 64 * 2**20  # of what a worker printed; as much again is kept beside it
+MEMORY_FLAG = "(--reward_memory_gib)"
 GIB = 2**30
 NO_SAMPLES = RewardBatch([], [], [], [])
 
@@ -66,16 +66,16 @@ class FunctionPool(RewardSource):
         """
         super().__init__(str(path), batch_size)
         count = num_workers or min(max(os.cpu_count() or 1, MIN_WORKERS), MAX_WORKERS)
-        self.weights = json.dumps(weights and list(weights))
+        self.weights = weights and list(weights)
         self.timeout_s = timeout_s
         self.memory_bytes = int(memory_gib * GIB)
-        logs = [log_dir and log_dir / f"reward-{index}.log" for index in range(count)]
-        self.workers = [Worker(self, log) for log in logs]
-        self._idle: asyncio.Queue[Worker] = asyncio.LifoQueue()
-        for worker in reversed(self.workers):
-            self._idle.put_nowait(worker)
+        self.log_dir = log_dir
+        self.processes: dict[int, WorkerProcess] = {}
+        self._idle: asyncio.Queue[int] = asyncio.LifoQueue()
+        for index in reversed(range(count)):
+            self._idle.put_nowait(index)
         try:
-            self._thread.run(self._ask("load", NO_SAMPLES))
+            self._thread.run(self._ask("start", NO_SAMPLES))
         except ConfigError:
             self.close()
             raise
@@ -99,127 +99,46 @@ class FunctionPool(RewardSource):
         return replace(result, unread=[str(key) for key in unread])
 
     async def _ask(self, method: str, batch: RewardBatch) -> Any:
-        """Return what a method of UserFunctions returns in a worker."""
-        worker = await self._idle.get()
-        try:
-            return await worker.ask(method, batch)
-        finally:
-            self._idle.put_nowait(worker)
-
-    async def release(self) -> None:
-        for worker in self.workers:
-            await worker.kill()
-
-
-class Worker:
-    """One worker of a pool: its process, started when there is none, and its limits."""
-
-    def __init__(self, pool: FunctionPool, log_path: Path | None) -> None:
-        self.pool, self.path = pool, pool.name
-        self.log_path = log_path or Path(os.devnull)
-        self._log_hint = f" See {log_path}." if log_path else ""
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def ask(self, method: str, batch: RewardBatch) -> Any:
-        """Return what a method of UserFunctions returns for a batch; raises RewardError when the
+        """Return what a method of UserFunctions returns in a worker; raises RewardError when the
         worker ended or did not reply in time, and ConfigError when the file cannot be loaded or
         used.
         """
-        if self.process is None or self.process.returncode is not None:
-            await self._start()
-        _rotate(self.log_path)
+        index = await self._idle.get()
+        log = self.log_dir / f"reward-{index}.log" if self.log_dir else Path(os.devnull)
+        hint = f" See {log}." if self.log_dir else ""
         try:
-            reply = await self._ask(method, batch, self.pool.timeout_s, " (--reward_timeout_s)")
-        except (EOFError, TimeoutError, ValueError) as error:
+            if index not in self.processes or self.processes[index].is_over:
+                self.processes[index] = await self._start(log.absolute(), hint)
+            _rotate(log)
+            return await self._call(self.processes[index], method, batch)
+        except (ConnectionError, TimeoutError) as error:
+            flag = " (--reward_timeout_s)" if isinstance(error, TimeoutError) else ""
             raise RewardError(
-                f"{self.path}: the reward function {error} while it scored {batch.names()}. "
-                f"Its worker was replaced.{self._log_hint}"
+                f"{self.name}: the reward function {error}{flag} while it scored {batch.names()}. "
+                f"Its worker was replaced.{hint}"
             ) from error
-        if "is_full" in reply:
-            await self.kill()
-        return _answer_of(reply)
-
-    async def kill(self) -> None:
-        """End the process and what it started."""
-        if self.process is not None:
-            self._writer.close()
-            kill_tree(self.process.pid)
-            await self.process.wait()
-            self.process = None
-
-    async def _start(self) -> None:
-        await self.kill()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        environment.setdefault("OMP_NUM_THREADS", "1")  # several workers share the cores
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
-        with theirs, self.log_path.open("ab") as output:
-            loaded = (self.path, self.pool.weights)
-            words = map(str, (theirs.fileno(), *loaded, self.pool.memory_bytes, os.getpid()))
-            self._reader, self._writer = await asyncio.open_unix_connection(
-                sock=ours, limit=MAX_LINE_BYTES
-            )
-            self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-u", "-m", "openrlhf.rewards.workers", *words),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # what it starts ends with it
-            )
-        try:
-            reply = await self._ask("load", NO_SAMPLES, LOAD_TIMEOUT_S)
-        except (EOFError, TimeoutError, ValueError) as error:
-            raise ConfigError(
-                f"{self.path}: the file {error} while it was imported.{self._log_hint}"
-            ) from error
-        _answer_of(reply)
-
-    async def _ask(
-        self, method: str, batch: RewardBatch, limit_s: float, flag: str = ""
-    ) -> dict[str, Any]:
-        """Return the reply to a batch; else end the process and raise EOFError, TimeoutError or
-        ValueError.
-        """
-        assert self.process is not None, "it was started"
-        token = secrets.token_hex(16)
-        self._writer.write(pickle.dumps((token, method, batch)))
-        reply = asyncio.ensure_future(self._reply(token))
-        ended = asyncio.ensure_future(self.process.wait())
-        try:
-            await asyncio.wait({reply, ended}, timeout=limit_s, return_when="FIRST_COMPLETED")
-            if reply.done():
-                return reply.result()
-            if ended.done():
-                code = ended.result()
-                how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-                raise EOFError(f"ended its process ({how})")
-            self.process.send_signal(DUMP_SIGNAL)  # its stack, to the log
-            await asyncio.sleep(DUMP_S)
-            raise TimeoutError(f"did not end in {limit_s:g} s{flag}")
-        except BaseException:  # cancelled as well: the function still runs
-            await self.kill()
-            raise
         finally:
-            reply.cancel()
-            ended.cancel()
+            self._idle.put_nowait(index)
 
-    async def _reply(self, token: str) -> dict[str, Any]:
-        """Return the reply that has the token; wait for ever when the connection was closed."""
-        found = await next_message(self._reader, token)
-        if found is None:
-            await asyncio.get_running_loop().create_future()
-        return found or {}
+    async def _start(self, log: Path, hint: str) -> WorkerProcess:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        words = (self.name, self.weights, self.memory_bytes, log)
+        return await WorkerProcess.start(serve, *words, serve=refuse, hint=hint)
 
+    async def _call(self, process: WorkerProcess, method: str, batch: RewardBatch) -> Any:
+        try:
+            return await process.call(method, batch, self.timeout_s, timeout_s=self.timeout_s)
+        except asyncio.CancelledError:  # the function still runs
+            process.kill()
+            raise
+        except RewardError as error:
+            if MEMORY_FLAG in str(error):  # it may hold on to what it has
+                process.kill()
+            raise
 
-def _answer_of(reply: dict[str, Any]) -> Any:
-    """Return what a worker returned, or raise its error."""
-    if "problems" in reply:
-        raise ConfigError(reply["problems"]).in_user_code(reply["user_traceback"])
-    if "error" in reply:
-        raise RewardError(reply["error"]).in_user_code(reply["user_traceback"])
-    return reply.get("answer")
+    async def release(self) -> None:
+        for process in self.processes.values():
+            await process.close()
 
 
 def _rotate(path: Path) -> None:
@@ -232,39 +151,55 @@ def _rotate(path: Path) -> None:
             os.truncate(path, 0)
 
 
-def main(number: str, path: str, weights: str, memory_bytes: str, parent: str) -> None:
-    """Load the functions when they are first asked; call what is asked for until the pool hangs
-    up.
-    """
-    die_with_parent(int(parent))
-    limit_memory(int(memory_bytes))
-    faulthandler.register(DUMP_SIGNAL, all_threads=True)
-    os.set_inheritable(int(number), False)  # noqa: FBT003 - it takes it by position only
-    own_pid = os.getpid()
-    connection = socket.socket(fileno=int(number))
-    batches = connection.makefile("rb")
-    functions: UserFunctions | None = None
+def serve(
+    connection: socket.socket,
+    token: str,
+    path: str,
+    weights: list[float] | None,
+    memory_bytes: int,
+    log_path: Path,
+) -> None:
+    """Call functions for a pool, in the main thread: signals come only there."""
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for output in (sys.stdout, sys.stderr):
+        os.dup2(log, output.fileno())
+        output.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers share the cores
+    limit_memory(memory_bytes)
+    faulthandler.register(LATE_SIGNAL)
+    calls: SimpleQueue[tuple[Future[Any], str, RewardBatch, float]] = SimpleQueue()
+
+    async def take(
+        method: str, batch: RewardBatch = NO_SAMPLES, limit_s: float = START_TIMEOUT_S
+    ) -> Any:
+        done: Future[Any] = Future()
+        calls.put((done, method, batch, limit_s))
+        return await asyncio.wrap_future(done)
+
+    attend(connection, token, take)
+    own_pid, functions = os.getpid(), None
     while True:
+        done, method, batch, limit_s = calls.get()
+        settle = done.set_result
+        faulthandler.dump_traceback_later(limit_s + ORPHAN_S, exit=True)  # whoever holds the lock
         try:
-            token, method, batch = pickle.load(batches)  # from the parent
-        except EOFError:
-            return
-        reply: dict[str, Any] = {}
-        try:
-            functions = functions or UserFunctions.load(path, json.loads(weights))
-            if method != "load":
-                reply = {"answer": getattr(functions, method)(batch)}
-        except ConfigError as error:
-            reply = {"problems": error.problems, "user_traceback": error.user_traceback}
-        except RewardError as error:
-            reply = {"error": str(error), "user_traceback": error.user_traceback}
-            if isinstance(error.__cause__, MemoryError):
-                reply |= {"error": f"{error} (--reward_memory_gib)", "is_full": True}
+            functions = functions or UserFunctions.load(path, weights)
+            result = None if method == "start" else getattr(functions, method)(batch)
+        except (ConfigError, RewardError) as error:  # copied, without the memory of its frames
+            is_full = isinstance(error.__cause__, MemoryError)
+            copy = type(error)(f"{error} {MEMORY_FLAG}" if is_full else str(error))
+            result, settle = copy.in_user_code(error.user_traceback), done.set_exception
+        faulthandler.cancel_dump_traceback_later()
         if os.getpid() != own_pid:  # a copy that the function forked: it has no say
             os._exit(0)
-        connection.settimeout(None)  # whatever default the user's code has set
-        connection.sendall(marked_line(token, reply))
+        settle(result)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def limit_memory(num_bytes: int) -> None:
+    """Limit the private memory of this process; what it starts has the same limit of its own.
+
+    Data is limited instead of the address space, of which CUDA reserves more than a machine has.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))

@@ -382,7 +382,7 @@ def test_without_landlock_tricks_within_the_interpreter_fail_all_the_same(tests)
 def test_the_process_that_holds_the_tests_is_closed_to_other_processes():
     assert passes_tests("def double(x): return 2 * x", ASSERTS)
     assert ctypes.CDLL(None).prctl(PR_GET_DUMPABLE) == 0
-    server = code_runner._server(os.getpid())[1].pid
+    server = code_runner._server()[1].pid
     assert Path(f"/proc/{server}/fd").stat().st_uid == 0  # of a process that may be read: its user
 
 

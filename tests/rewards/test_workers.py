@@ -16,6 +16,7 @@ from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards import workers
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.workers import FunctionPool
+from openrlhf.utils import worker_process
 from tests.helpers.processes import ends
 
 # The label of the first sample says what the function does.
@@ -70,8 +71,7 @@ def batch_of(*labels: object, **columns: list[object]) -> RewardBatch:
 
 def pids_of(pool: FunctionPool) -> list[int]:
     """The processes that live now."""
-    found = [worker.process for worker in pool.workers if worker.process is not None]
-    return [process.pid for process in found if process.returncode is None]
+    return [process.pid for process in pool.processes.values() if not process.is_over]
 
 
 def rewards_of(pool: FunctionPool, *labels: object, **columns: list[object]) -> list[float]:
@@ -232,7 +232,7 @@ def test_prints_go_to_a_log_of_bounded_size_and_not_to_the_terminal(
 def test_a_file_that_cannot_be_used_is_refused_at_start(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
-    monkeypatch.setattr(workers, "LOAD_TIMEOUT_S", 1.0 if "sleep" in code else 60.0)
+    monkeypatch.setattr(worker_process, "START_TIMEOUT_S", 1.0 if "sleep" in code else 60.0)
     with pytest.raises(ConfigError) as caught:
         make_pool(code)
     assert message in str(caught.value)
@@ -267,24 +267,53 @@ def test_scores_are_awaited_and_a_cancelled_call_ends_its_worker(make_pool: Make
 
 PARENT = """
 import sys, time
+import psutil
 from openrlhf.rewards.base import RewardBatch
 from openrlhf.rewards.workers import FunctionPool
 pool = FunctionPool(sys.argv[1], num_workers=2)
-pool.submit(RewardBatch(["q"], ["p"], ["r"], ["spin"]))
-time.sleep(0.5)
-pool.submit(RewardBatch(["q"], ["p"], ["r"], [1])).result()
-print(*[worker.process.pid for worker in pool.workers], flush=True)
+for word in ("child", "spin"):
+    pool.submit(RewardBatch(["q"], ["p"], ["r"], [word]))
+while len(found := psutil.Process().children(recursive=True)) < 4 or (
+    "sleep" not in [process.name() for process in found]
+):
+    time.sleep(0.1)  # two workers, a child of one, and multiprocessing's own process
+print(*[process.pid for process in found], flush=True)
 time.sleep(100)
 """
 
 
-def test_workers_die_with_their_parent_also_in_the_middle_of_a_call(tmp_path: Path) -> None:
+def test_workers_and_what_they_started_die_with_their_parent_in_the_middle_of_a_call(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "my_reward.py"
     path.write_text(textwrap.dedent(UNRULY))
     words = [sys.executable, "-c", PARENT, str(path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+        assert len(pids) == 4 and all(map(psutil.pid_exists, pids))
         parent.kill()
     assert ends(*pids)
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from openrlhf.rewards.base import RewardBatch
+from openrlhf.rewards.workers import FunctionPool
+signal.signal(signal.SIGINT, lambda number, frame: None)
+pool = FunctionPool(sys.argv[1], num_workers=2)
+first, second = [pool.submit(RewardBatch(["q"], ["p"], ["r"], [1])) for _ in range(2)]
+while not second.done():
+    os.killpg(os.getpgrp(), signal.SIGINT)
+    time.sleep(0.02)
+print(second.result().rewards, flush=True)
+pool.close()
+"""
+
+
+def test_ctrl_c_reaches_no_worker_that_starts(tmp_path: Path) -> None:
+    path = tmp_path / "my_reward.py"
+    path.write_text("import time\ndef reward_func(queries): time.sleep(1); return [1.0]\n")
+    words = [sys.executable, "-c", INTERRUPTED, str(path)]
+    done = subprocess.run(words, capture_output=True, start_new_session=True, check=False)
+    assert (done.stdout, done.stderr) == (b"[1.0]\n", b"")

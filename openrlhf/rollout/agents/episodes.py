@@ -6,26 +6,19 @@ model's code may have run in it.
 """
 
 import asyncio
-import atexit
 import itertools
 import math
 import multiprocessing
-import secrets
-import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
-from types import ModuleType
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.engines.base import Completion, GenerationRequest
-from openrlhf.errors import ConfigError, EngineError
-from openrlhf.rollout.agents.channel import ParentChannel
+from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult, Segment
 from openrlhf.rollout.agents.worker import serve
 from openrlhf.rollout.engine_pool import Sampler
@@ -33,167 +26,21 @@ from openrlhf.rollout.rollout import RolloutRequest, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.processes import kill_tree
 from openrlhf.utils.rollout import PromptRecord, Rollout
 from openrlhf.utils.tokenizer import Tokenizer
+from openrlhf.utils.worker_process import WorkerProcess
 
 MAX_RESTARTS = 3  # of an episode whose process ended
-START_TIMEOUT_S = 600.0  # of a user's executor
-LAST_WORDS_S = 1.0  # from the end of a process to the end of what it sent
-GRACE_S = 5.0  # over the deadline of an episode or a step, until the process is killed
+GRACE_S = 5.0  # over the deadline of an episode, until the process is killed
 BEAT_S = 1.0
 
-CONTEXT = multiprocessing.get_context("forkserver")  # engines have threads, which a fork loses
-CONTEXT.set_forkserver_preload(["openrlhf.rollout.agents.worker", "transformers"])
+# Engines have threads, which a fork loses; what takes long to import is imported once.
+START_METHOD = "forkserver"
+multiprocessing.get_context(START_METHOD).set_forkserver_preload(
+    ["openrlhf.rollout.agents.worker", "transformers"]
+)
 
 REQUEST, RESULT = TypeAdapter(GenerationRequest), TypeAdapter(EpisodeResult)
-
-
-def _start_without_main(process: BaseProcess) -> None:
-    """Start a process that does not import the program's main file: a script that trains without a
-    main guard would train a second time in it.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        process.start()
-    finally:
-        sys.modules["__main__"] = main
-
-
-class AgentProcess:
-    """One worker process, from its start to its end."""
-
-    def __init__(self, setup: AgentSetup, sampler: Sampler) -> None:
-        self.setup = setup
-        self.is_over = False
-        self.culprit = ""  # sample id of the episode that blocked it
-        self.last_words = ""  # why it ended
-        self._sampler = sampler
-        self._token = secrets.token_hex(16)
-        self._channel = ParentChannel(self._serve, self._token)
-        self._silent_s: float | None = None  # since its last message; None: it is not ready
-        self._acting: set[str] = set()  # sample ids
-        self._turns: dict[asyncio.Future[object], str] = {}  # that are sampled -> sample id
-
-    async def start(self) -> None:
-        """Load the agent file and make its executor; raises ConfigError."""
-        ours, theirs = socket.socketpair()
-        self._process = CONTEXT.Process(
-            target=serve, args=(theirs, self.setup, self._token), name="agents"
-        )
-        await asyncio.to_thread(_start_without_main, self._process)
-        atexit.register(self.kill)
-        theirs.close()
-        await self._channel.open(ours)
-        self.ending = asyncio.ensure_future(self._end())
-        try:
-            await asyncio.wait_for(self._channel.call("start"), START_TIMEOUT_S)
-            self._silent_s = 0.0
-        except TimeoutError:
-            self.kill()
-            raise ConfigError(
-                f"{self.setup.path}: AgentExecutor was not made in {START_TIMEOUT_S:g} s. "
-                "Do less in its __init__."
-            ) from None
-        except ConnectionError:
-            await self.ending
-            raise ConfigError(self.last_words) from None
-        except ConfigError:
-            self.kill()
-            await self.ending
-            raise
-
-    async def act(self, request: EpisodeRequest) -> EpisodeResult | None:
-        """Return the result of an episode; None when the process ended under it.
-
-        Raises AgentError, EngineError.
-        """
-        sample_id, path = request.sample_id, self.setup.path
-        self._acting.add(sample_id)
-        limit_s = self.setup.episode_timeout_s + GRACE_S
-        try:
-            found = await asyncio.wait_for(self._channel.call("run", request), limit_s)
-            return checked(found, self.setup)
-        except TimeoutError:  # it could not even end the episode itself
-            self.kill()
-            raise AgentError(f"{path}: its process hangs", "episode_timeout") from None
-        except ConnectionError:
-            await asyncio.shield(self.ending)
-            if sample_id == self.culprit:
-                raise AgentError(self.last_words, "blocked") from None
-            return None
-        finally:
-            self._acting.remove(sample_id)
-            # Turns of no episode that is known may be anybody's, as long as there is one.
-            over = [t for t, owner in self._turns.items() if owner == sample_id or not self._acting]
-            for turn in over:
-                turn.cancel()
-            if over:  # an engine cannot sleep, and its model not be trained, meanwhile
-                await asyncio.wait(over)
-
-    def kill(self) -> None:
-        """End the process; episodes that it runs return None."""
-        atexit.unregister(self.kill)
-        if self._process.is_alive() and self._process.pid:
-            kill_tree(self._process.pid)
-            self._process.kill()  # one that leads no session yet
-
-    async def _end(self) -> None:
-        """Serve the process until it has ended."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._process.sentinel, ended.set)
-        listening = asyncio.ensure_future(self._channel.listen())
-        listening.add_done_callback(lambda done: self.kill())
-        while not ended.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), BEAT_S)
-            self._count_silence()
-        loop.remove_reader(self._process.sentinel)
-        self.is_over = True
-        # Its last words may be on their way; a child of it may hold the connection open.
-        await asyncio.wait({listening}, timeout=LAST_WORDS_S)
-        listening.cancel()
-        if not listening.cancelled() and listening.done() and (error := listening.exception()):
-            self.last_words = self.last_words or f"{self.setup.path}: its process {error}"
-        self._process.join()
-        if self._process.pid:
-            kill_tree(self._process.pid)  # what it has left in its session
-        code = self._process.exitcode
-        self.last_words = (
-            self.last_words or f"{self.setup.path}: its process ended with exit code {code}"
-        )
-
-    def _count_silence(self) -> None:
-        """End a process that cannot even say that it is alive; counted in beats, because this loop
-        may be held too.
-        """
-        if self._silent_s is None:
-            return
-        self._silent_s += BEAT_S
-        if self._silent_s > self.setup.step_timeout_s + GRACE_S:
-            [self.culprit] = self._acting if len(self._acting) == 1 else [""]
-            self.last_words = f"{self.setup.path}: its process hung for {self._silent_s:g} s"
-            self.kill()
-
-    async def _serve(
-        self, name: str, sample_id: str = "", value: object = None
-    ) -> Completion | None:
-        self._silent_s = 0.0
-        if name == "sample":
-            try:
-                request = REQUEST.validate_python(value)
-            except ValidationError as error:
-                raise AgentError(f"no request: {error.errors()[0]}", "bad_answer") from error
-            turn = asyncio.ensure_future(self._sampler.sample(request))
-            self._turns[turn] = sample_id
-            try:
-                return (await turn)[0]
-            finally:
-                del self._turns[turn]
-        if name == "blocked":
-            self.culprit, self.last_words = sample_id, str(value)
-        return None
 
 
 def checked(found: object, setup: AgentSetup) -> EpisodeResult:
@@ -225,15 +72,27 @@ class AgentWorker:
         self.num_episodes = 0  # that it was given and has not ended
         self._room = asyncio.Semaphore(setup.num_tasks)
         self._starting = asyncio.Lock()
-        self._process: AgentProcess | None = None
+        self._process: WorkerProcess | None = None
+        self._acting: set[str] = set()  # sample ids
+        self._turns: dict[asyncio.Future[object], str] = {}  # that are sampled -> sample id
 
-    async def process(self) -> AgentProcess:
+    async def process(self) -> WorkerProcess:
         """Return the process, a new one where the last has ended; raises ConfigError."""
         async with self._starting:
             if self._process is None or self._process.is_over:
-                self._process = AgentProcess(self.setup, self.sampler)
-                await self._process.start()
+                self._process = await WorkerProcess.start(
+                    serve, self.setup.path, self.setup, serve=self._sample, method=START_METHOD
+                )
+                self._watching = asyncio.ensure_future(self._watch(self._process))
             return self._process
+
+    async def _watch(self, process: WorkerProcess) -> None:
+        """End a process whose event loop is held for longer than a step may take."""
+        limit_s = self.setup.step_timeout_s
+        with suppress(ConnectionError, TimeoutError):
+            while True:
+                await process.call("alive", timeout_s=limit_s)
+                await asyncio.sleep(min(limit_s / 4, BEAT_S))
 
     async def run(self, request: EpisodeRequest) -> EpisodeResult:
         """Return the result of an episode; raises AgentError, EngineError.
@@ -244,19 +103,56 @@ class AgentWorker:
         try:
             async with self._room:
                 for _ in range(1 + MAX_RESTARTS):
-                    process = await self.process()
-                    result = await process.act(request)
-                    if result is not None:
-                        return result
+                    try:
+                        return await self._act(request)
+                    except ConnectionError as error:  # the process ended under it
+                        last_words = f"{self.setup.path}: the agent {error}"
         finally:
             self.num_episodes -= 1
-        raise AgentError(process.last_words, "blocked" if process.culprit else "exception")
+        raise AgentError(last_words)
+
+    async def _act(self, request: EpisodeRequest) -> EpisodeResult:
+        process = await self.process()
+        sample_id, path = request.sample_id, self.setup.path
+        self._acting.add(sample_id)
+        try:
+            limit_s = self.setup.episode_timeout_s + GRACE_S
+            found = await process.call("run", request, timeout_s=limit_s)
+            return checked(found, self.setup)
+        except TimeoutError:  # it could not even say where it is
+            waited = f"did not respond for {self.setup.step_timeout_s:g} s"
+            raise AgentError(f"{path}: its process {waited}", "blocked") from None
+        except AgentError as error:
+            if error.kind == "blocked":
+                process.kill(ConnectionError("was replaced"))
+            raise
+        finally:
+            self._acting.remove(sample_id)
+            # Turns of no episode that is known may be anybody's, as long as there is one.
+            over = [t for t, owner in self._turns.items() if owner == sample_id or not self._acting]
+            for turn in over:
+                turn.cancel()
+            if over:  # an engine cannot sleep, and its model not be trained, meanwhile
+                await asyncio.wait(over)
+
+    async def _sample(self, sample_id: str, value: object) -> Completion:
+        """Sample a turn for the process."""
+        try:
+            request = REQUEST.validate_python(value)
+        except ValidationError as error:
+            raise AgentError(f"no request: {error.errors()[0]}", "bad_answer") from error
+        turn = asyncio.ensure_future(self.sampler.sample(request))
+        self._turns[turn] = sample_id
+        try:
+            return (await turn)[0]
+        finally:
+            del self._turns[turn]
 
     async def close(self) -> None:
         """End the process."""
         if self._process is not None:
-            self._process.kill()
-            await self._process.ending
+            self._watching.cancel()
+            await self._process.close()
 
 
 class AgentEpisodes:

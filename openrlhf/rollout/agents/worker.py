@@ -1,27 +1,26 @@
 """The process in which user code acts: its agent file, its episodes, on one event loop.
 
-It asks its parent for turns, tells it that it is alive, and ends itself, with what user code has
-started, where user code holds the loop and where the parent has gone.
+It asks its parent for turns, and ends, with what user code has started, when the parent has gone.
 """
 
 import asyncio
 import copy
 import inspect
-import os
+import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import ConfigError
-from openrlhf.rollout.agents.channel import Channel
 from openrlhf.rollout.agents.episode import (
     CURRENT,
     AgentEngine,
@@ -43,8 +42,6 @@ from openrlhf.utils.agent import (
     OpenAISession,
     RemoteInstance,
 )
-from openrlhf.utils.processes import kill_tree
-from openrlhf.utils.threads import LoopThread
 from openrlhf.utils.user_code import (
     accepted,
     blaming,
@@ -57,6 +54,7 @@ from openrlhf.utils.user_code import (
     split_name,
     user_line,
 )
+from openrlhf.utils.worker_process import LATE_SIGNAL, attend
 
 EXECUTOR_NAME = "AgentExecutor"
 INSTANCE_NAME = "AgentInstance"
@@ -66,57 +64,56 @@ EXECUTE_NAMES = ("max_length", "hf_tokenizer", "llm_engine", "images")
 MAX_THREADS = 256  # for plain methods of environments
 
 
-def serve(connection: socket.socket, setup: AgentSetup, token: str) -> None:
+def serve(connection: socket.socket, token: str, path: str, setup: AgentSetup) -> None:
     """Run episodes until the parent closes the connection; the main function of the process."""
-    os.setsid()  # what it starts ends with it, and Ctrl-C is the parent's
-    Worker(setup, token).run(connection)
+    Worker(setup).run(connection, token)
 
 
 class Worker:
     """The user's executor, and the episodes that it runs.
 
-    The parent calls "start", then "run" with each request. It is asked "sample" with a sample id
-    and a request, and told "alive" now and then, or "blocked" with a sample id and a message.
+    The parent calls "start", "run" with each request, and "alive" now and then. It is asked for
+    turns with a sample id and a request.
     """
 
-    def __init__(self, setup: AgentSetup, token: str) -> None:
+    def __init__(self, setup: AgentSetup) -> None:
         self.setup = setup
-        self.num_episodes = 0
-        self._thread = LoopThread("parent")
-        self._parent = Channel(self._serve, token)
         self._codec = TextCodec(setup.tokenizer)
         self._server: Any = None
         self._engine = AgentEngine(self._codec, self._open_session)
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(named_task)
         self._loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))
+        self._num_episodes = 0
+        self._running: dict[str, asyncio.Future[EpisodeResult]] = {}  # by sample id; of the thread
 
-    def run(self, connection: socket.socket) -> None:
+    def run(self, connection: socket.socket, token: str) -> None:
         """Run what the parent calls, until it has gone."""
+        signal.signal(LATE_SIGNAL, self._blame)
         asyncio.set_event_loop(self._loop)
-        asyncio.run_coroutine_threadsafe(self._listen(connection), self._thread.loop)
+        self._thread, self._parent = attend(connection, token, self._serve)
         while True:
             # User code may call exit(): the loop tells its task and stops; there is more to run.
             with suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
 
-    async def _listen(self, connection: socket.socket) -> None:
-        try:
-            await self._parent.open(connection)
-            await self._parent.listen()
-        finally:
-            kill_tree(os.getpid())
-
     async def _serve(self, name: str, *arguments: Any) -> Any:
-        work = self._start() if name == "start" else self._run(*arguments)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-    def _call(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(call, self._thread.loop)
+        methods = {"start": self._start, "run": self._run, "alive": partial(asyncio.sleep, 0)}
+        work = methods[name](*arguments)
+        result = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        if name != "run":
+            return await result
+        [request] = arguments
+        self._running[request.sample_id] = result
+        try:
+            return await result
+        finally:
+            del self._running[request.sample_id]
 
     def _ask(self, sample_id: str, request: GenerationRequest) -> Future[Completion]:
         """Ask the engine for a turn of an episode; cancelling the future stops it."""
-        return self._call(self._parent.call("sample", sample_id, request))
+        asked = self._parent.call(sample_id, request)
+        return asyncio.run_coroutine_threadsafe(asked, self._thread.loop)
 
     async def _start(self) -> None:
         """Make the executor; raises ConfigError."""
@@ -131,7 +128,6 @@ class Worker:
         self._executor = make_executor(path, context, step_timeout_s=step_timeout_s)
         asked = {name: context.get(name) for name in EXECUTE_NAMES}
         self._extras = accepted(self._executor.execute, asked)
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def _open_session(self, episode: Episode, params: Mapping[str, Any]) -> OpenAISession:
         if self._server is None:  # only where an agent asks for one
@@ -150,7 +146,7 @@ class Worker:
             named = replace(request, sample_id=f"{request.sample_id}/outside")
             self._engine.outside = Episode(named, self.setup, self._ask)
         outside = self._engine.outside
-        self.num_episodes += 1
+        self._num_episodes += 1
         CURRENT.set(episode)
         prompt, params = request.prompt, first_params(request.sampling, self.setup.max_length)
         acting = asyncio.ensure_future(
@@ -167,8 +163,8 @@ class Worker:
             episode.close()
             acting.cancel()
             acting.add_done_callback(look_at)
-            self.num_episodes -= 1
-            if not self.num_episodes:  # nobody is left for whom it could be
+            self._num_episodes -= 1
+            if not self._num_episodes:  # nobody is left for whom it could be
                 outside.close()
                 self._engine.outside = None
 
@@ -189,35 +185,29 @@ class Worker:
         with blaming(path, AgentError):
             raise error
 
-    def _watch(self) -> None:
-        """End the process when user code holds the loop for longer than a step may take; else tell
-        the parent that it is alive.
+    def _blame(self, signum: int, frame: FrameType | None) -> None:
+        """Fail the episode that holds the event loop, of which the parent has heard nothing for
+        longer than a step may take; all of them where the loop runs for none.
         """
-        allowed_s = self.setup.step_timeout_s
-        while True:
-            beat = threading.Event()
-            self._loop.call_soon_threadsafe(beat.set)
-            if not beat.wait(allowed_s):
-                task = asyncio.current_task(self._loop)
-                message = (
-                    f"{self._place() or self.setup.path}: blocked the event loop for over "
-                    f"{allowed_s:g} s. Use await, asyncio.to_thread or plain functions."
-                )
-                name = "" if task is None else task.get_name()
-                self._call(self._parent.call("blocked", name, message)).result()
-                kill_tree(os.getpid())
-            self._call(self._parent.call("alive"))
-            time.sleep(min(allowed_s / 4, 1.0))
-
-    def _place(self) -> str | None:
-        """Return `file:line` of the deepest place in the user's file that the loop is at."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        file = file_of(self.setup.path)
-        while frame is not None:
-            if frame.f_code.co_filename == file:
-                return f"{self.setup.path}:{frame.f_lineno}"
+        path, file = self.setup.path, file_of(self.setup.path)
+        task = asyncio.current_task(self._loop)
+        while frame is not None and frame.f_code.co_filename != file:
             frame = frame.f_back
-        return None
+        if task is None and frame is None:  # it is the parent that was late
+            return
+        error = AgentError(
+            f"{path}{f':{frame.f_lineno}' if frame else ''}: blocked the event loop for over "
+            f"{self.setup.step_timeout_s:g} s. Use await, asyncio.to_thread or plain functions.",
+            "blocked",
+        )
+        name = "" if task is None else task.get_name()
+        self._thread.loop.call_soon_threadsafe(self._fail, name, error)
+
+    def _fail(self, name: str, error: AgentError) -> None:
+        running = self._running
+        for result in [running[name]] if name in running else list(running.values()):
+            if not result.done():
+                result.set_exception(error)
 
 
 def look_at(task: asyncio.Future[object]) -> None:

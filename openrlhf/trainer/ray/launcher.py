@@ -29,10 +29,10 @@ from openrlhf.errors import (
 )
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, is_stopped, ray_processes
+from openrlhf.trainer.ray.end_after import ending_after_this_process
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
-from openrlhf.utils.processes import ending_after_this_process
 from openrlhf.utils.progress import Health
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}

@@ -1,0 +1,55 @@
+"""Sees that processes end with another one.
+
+As a program, `end_after.py PID OTHERS…`, it has the standard library alone: it ends the others soon
+after a process has ended in any way. One with a name, `PID=NAME`, is named if it died first and
+took the process with it. Linux only; elsewhere it just fails.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+LEAVE_S = 2.0  # for the others to end by themselves
+
+
+def ending_after_this_process(
+    others: Iterable[int], names: Mapping[int, str]
+) -> subprocess.Popen[bytes]:
+    """Start the program for this process; to be killed where the others have ended in order."""
+    nothing = subprocess.DEVNULL
+    pids = [str(os.getpid()), *(f"{pid}={names.get(pid, '')}" for pid in others)]
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, *pids],
+        stdin=nothing,
+        stdout=nothing,
+        start_new_session=True,  # Ctrl-C is not meant for it
+    )
+
+
+def end_after(first: int, others: Mapping[int, str]) -> None:
+    """Wait for the end of a process, then kill those of the others, by name, that are left."""
+    process, left = os.pidfd_open(first), {}
+    for other in others:
+        with suppress(ProcessLookupError):
+            left[os.pidfd_open(other)] = other
+    first_dead: list[int] = []
+    while process not in (ended := select.select([process, *left.keys() - first_dead], [], [])[0]):
+        first_dead += ended
+    for handle in first_dead:
+        if name := others[left[handle]]:
+            sys.stderr.write(f"error: {name} (pid {left[handle]}) died\n")
+    os.close(2)  # nobody is to wait for more
+    time.sleep(LEAVE_S)
+    for handle in left:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    words = [word.partition("=") for word in sys.argv[2:]]
+    end_after(int(sys.argv[1]), {int(pid): name for pid, _, name in words})

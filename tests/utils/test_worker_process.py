@@ -1,0 +1,40 @@
+"""What a worker sends is JSON behind its token, or nothing that counts."""
+
+import asyncio
+import pickle
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from openrlhf.errors import ConfigError
+from openrlhf.utils.worker_process import WorkerProcess, refuse
+
+
+class Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def send(connection: socket.socket, token: str, path: str, message: bytes) -> None:
+    """A worker that knows the token and sends something else."""
+    connection.sendall(f"\n{token}".encode() + message + b"\n")
+    time.sleep(60)
+
+
+def test_a_worker_that_sends_no_json_is_ended_and_nothing_is_unpickled(tmp_path):
+    made = tmp_path / "made"
+    packed = pickle.dumps(Payload(made), protocol=0).replace(b"\n", b" ")
+    nested = b"[" * 100_000
+    for message in (packed, b'["answer", 0', b'["error", 0, {"name": []}]', b"7", nested):
+
+        async def start(message: bytes = message) -> None:
+            await WorkerProcess.start(send, "my.py", message, serve=refuse)
+
+        with pytest.raises(ConfigError, match=r"^my.py: the file sent half a message"):
+            asyncio.run(asyncio.wait_for(start(), 50))
+    assert not made.exists()
