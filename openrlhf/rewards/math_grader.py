@@ -61,6 +61,7 @@ UNIT_AFTER = re.compile(
 BOUND = re.compile(
     r"\b(?:than|at (?:most|least)|between|up to|far from|below|above|under|over)\s*$", re.IGNORECASE
 )
+SEQUENCE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}|[A-Z](?: [A-Z])+")  # 2024-01-31, 21-15, W L W
 VALUE = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 
 
@@ -179,7 +180,11 @@ def _chosen(text: str) -> set[str]:
 
 
 def _is_words(truth: str) -> bool:
-    """Return True for words, names and dates; not for numbers with units, sin x or xy."""
+    """Return True for words, names, dates and results of games; not for numbers with units, sin x
+    or xy.
+    """
+    if SEQUENCE.fullmatch(truth):
+        return True
     words = re.findall(r"[^\W\d_]+", truth)
     return bool(re.fullmatch(r"[^\W\d_][\w'’ .,&-]*", truth)) and any(
         (len(word) > 2 or ord(word[0]) > 0x3000 or word.lower() in ("no", "up"))
@@ -190,7 +195,7 @@ def _is_words(truth: str) -> bool:
 
 def _same_words(given: str, truth: str) -> bool:
     """Compare the items of two texts; those that the truth joins by `and` have no order."""
-    texts = [TRIVIA.sub("", text.casefold()) for text in (given, truth)]
+    texts = [re.sub(r" *([-/]) *", r"\1", TRIVIA.sub("", t.casefold())) for t in (given, truth)]
     items, wanted = ([" ".join(item.split()) for item in ITEM_END.split(text)] for text in texts)
     return items == wanted or (" and " in truth and sorted(items) == sorted(wanted))
 

@@ -25,7 +25,7 @@ from _blake2 import blake2b
 from _thread import start_new_thread
 from asyncio import BaseEventLoop
 from asyncio import run as run_coroutine
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from os import _exit, write
@@ -238,15 +238,33 @@ def hide() -> None:
 def is_check(node: ast.AST) -> bool:
     """Return True for a statement that checks something where it is executed to its end."""
     match node:
+        case ast.Assert(test=ast.Tuple()):  # which is always true
+            return False
         case ast.Assert() | ast.If(body=[*_, ast.Raise()]) | ast.Try(body=[*_, ast.Raise()]):
             return True
-        case ast.Try(body=[*_, last]):
-            return is_check(last)
+        case ast.Try(body=[*_, last]):  # which is not to be reached
+            return is_check(last) and not is_open(last)
         case ast.Expr(ast.Call(func=ast.Name(name) | ast.Attribute(attr=name))):
             return name.startswith(("assert", "fail"))
         case ast.With(items=[ast.withitem(ast.Call(func=function))]):
             return ast.unparse(function).rpartition(".")[2].startswith(("assert", "raises"))
     return False
+
+
+def is_open(node: ast.AST) -> bool:
+    """Return True for an assert statement that may pass."""
+    return isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant)
+
+
+def swallowed(node: ast.AST) -> Iterator[ast.Assert]:
+    """Yield the assert statements that a `try` keeps from being heard when they fail."""
+    if isinstance(node, ast.Try):
+        heard = (ast.Assert, ast.Raise)
+        parts = [part for handler in node.handlers for part in ast.walk(handler)]
+        if parts and not any(isinstance(part, heard) for part in parts):
+            for part in (part for statement in node.body for part in ast.walk(statement)):
+                if isinstance(part, ast.Assert) and is_open(part):
+                    yield part
 
 
 def is_test(node: ast.AST) -> bool:
@@ -273,22 +291,28 @@ def require_checks(tree: ast.Module) -> None:
     raise ValueError("they check nothing. Add assert statements or test functions")
 
 
-class Counted(ast.NodeTransformer):
-    """Adds a count after each check."""
-
-    def visit(self, node: ast.AST) -> Any:
-        """Return the node, and the count if it is a check."""
-        is_counted, node = is_check(node), self.generic_visit(node)
-        count = ast.Expr(ast.Call(ast.Name(COUNT, ast.Load()), [ast.Constant(1)], []))
-        return [node, count] if is_counted else node
-
-
-def parted(tree: ast.Module) -> list[CodeType]:
-    """Return the code of the tests' imports, and of the rest with a count after each check."""
+def parted(tree: ast.Module) -> tuple[CodeType, CodeType]:
+    """Return the code of the tests' imports, and of the rest with a count after each check, at the
+    start of a test function that has none, and where an assert fails unheard.
+    """
     imports = [node for node in tree.body if is_import(node)]
-    rest = Counted().visit(ast.Module([node for node in tree.body if node not in imports], []))
-    parts = map(ast.fix_missing_locations, (ast.Module(imports, []), rest))
-    return [compile(part, "tests", "exec") for part in parts]
+    rest = ast.Module([node for node in tree.body if node not in imports], [])
+    count, failed = (
+        ast.Expr(ast.Call(ast.Name(COUNT, ast.Load()), [ast.Constant(number)], []))
+        for number in (1, 0)
+    )
+    for node in list(ast.walk(rest)):
+        for part in swallowed(node):
+            part.msg = failed.value
+        if is_test(node) and not any(map(is_check, ast.walk(node))):
+            node.body.insert(0, count)
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(block := getattr(node, name, None), list):
+                pairs = [(n, count) if is_check(n) else (n,) for n in block]
+                block[:] = [node for pair in pairs for node in pair]
+    parts = (ast.Module(imports, []), rest)
+    first, second = (compile(ast.fix_missing_locations(m), "tests", "exec") for m in parts)
+    return first, second
 
 
 def is_import(node: ast.stmt) -> bool:
@@ -317,7 +341,8 @@ def execute(name: str, tests: Any, count: list[int]) -> None:
                 run_coroutine(outcome)
             elif type(outcome) is GeneratorType:
                 raise TypeError("a test that yields is not executed")
-            count.append(1)
+            elif outcome is not None and not outcome:
+                raise AssertionError
     elif "TestCase" in [kind.__name__ for kind in tests.__mro__]:
         result = unittest.TestResult()
         unittest.TestLoader().loadTestsFromTestCase(tests).run(result)
@@ -380,7 +405,7 @@ def test(job: dict[str, Any], usual: dict[str, Any]) -> None:
                 execute(node.name, names[node.name], count)
         passed = all(vars(builtins)[name] is value for name, value in __builtins__.items())
     finally:
-        number = len(count) if passed else 0
+        number = len(count) if passed and all(count) else 0
         text = f"{number} {' '.join(problem.split())}".encode(errors="replace")
         write(VERDICT, b"\n" + signature(text, job["nonce"]) + b" " + text + b"\n")
         _exit(0)

@@ -76,6 +76,27 @@ class Tests(unittest.IsolatedAsyncioTestCase):
 if double(3) != 6:
     raise ValueError
 """,
+    "asserts whose failure is printed": """
+try:
+    assert double(2) == 4
+    assert double(3) == 6
+except AssertionError as error:
+    print("failed:", error)
+""",
+    "asserts behind others": """
+try:
+    assert double(2) == 5
+except AssertionError:
+    assert double(3) == 6
+""",
+    "an error that is expected": """
+try:
+    double()
+    assert False
+except TypeError:
+    assert double(3) == 6
+""",
+    "a result that is returned": "def test_three(): return double(3) == 6",
     "NumPy": """
 import numpy as np
 np.testing.assert_allclose(double(np.arange(4)), [0, 2, 4, 6])
@@ -97,6 +118,7 @@ def test_a_right_program_passes_and_a_wrong_one_does_not(form):
         "double(2)",
         "print(double(2))",
         "def test_double(): pass",
+        "assert (double(3) == 6, 'three')",
         "def check(candidate):\n    assert candidate(2) == 4",
         "if __name__ == '__main__':\n    assert double(2) == 4",
         "import unittest\nclass Tests(unittest.TestCase):\n    pass",
@@ -119,6 +141,7 @@ def test_tests_that_cannot_be_executed_are_an_error_of_the_data():
 def test_checks_that_a_program_keeps_from_being_executed_are_not_passed():
     assert not passes_tests("def f(): return []", "for n in f():\n    assert n == 1")
     assert not passes_tests(RIGHT, "def test_f():\n    yield\n    assert double(2) == 4")
+    assert not passes_tests(RIGHT, "def test_f():\n    def later(): assert double(2) == 4")
 
 
 LEETCODE = """
