@@ -14,9 +14,9 @@ from openrlhf.errors import ConfigError
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from tests.distributed.spawn import run_ranks
 from tests.helpers.configs import rl_config
+from tests.helpers.stopped_runs import records, stopping_behind
 from tests.helpers.supervised_runs import make_inputs, start
 from tests.integration.commands import exit_code
-from tests.stopped_runs import records, stopping_behind
 
 
 def sft(flags: str) -> SFTConfig:
