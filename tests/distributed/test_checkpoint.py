@@ -3,10 +3,12 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +21,15 @@ from openrlhf.distributed.checkpoints import (
     CheckpointStore,
     DataFacts,
     RunCheckpoints,
+    open_checkpoints,
     random_state,
     set_random_state,
 )
 from openrlhf.distributed.folders import holding, verify
-from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.run_folder import HOLDER_FILE
 from tests.tiny import write_jsonl
+from tests.trainer.small_run import FACTS, config_of
 
 
 def fill(folder: Path, text: str = "weights") -> Path:
@@ -225,3 +229,75 @@ def test_a_model_that_the_new_run_starts_from_stays_where_it_is(words, tmp_path,
     assert {path.name for path in (run / "aside-1").iterdir()} == {
         *("config.yaml", "ended.json", "metrics.jsonl", "report.html", "curves.png"),
     }
+
+
+def saved_state(root: Path) -> CheckpointConfig:
+    """A checkpoint root that holds step 4 of a run over FACTS."""
+    config = config_of(root, load_enable=True, save_steps=2)
+    opened = open_checkpoints(config, FACTS)
+    opened.store.stage(4)
+    opened.store.commit(4, {"run": {}, "data": asdict(FACTS)})
+    return config
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    config = saved_state(tmp_path)
+    with pytest.raises(DataError, match="21 samples then, 21 now"):
+        open_checkpoints(config, replace(FACTS, fingerprint="edited"))
+    assert open_checkpoints(config, FACTS).resume_step == 4
+
+
+def test_a_run_does_not_go_on_from_the_checkpoint_of_another(tmp_path: Path) -> None:
+    root, first, second = tmp_path / "ckpt", tmp_path / "first", tmp_path / "second"
+    config = config_of(root, load_enable=True, save_steps=2, output_dir=str(first))
+    store = open_checkpoints(config, FACTS).store
+    first.mkdir()
+    store.stage(4)
+    state = {"run": {}, "data": asdict(FACTS), "run_dir": str(first), "root": str(store.root)}
+    store.commit(4, state)
+    assert open_checkpoints(config, FACTS).resume_step == 4
+    other = config.model_copy(update={"output_dir": str(second)})
+    with pytest.raises(
+        ConfigError, match=rf"is of the run in {first}, not of --save_path {second}"
+    ):
+        open_checkpoints(other, FACTS)
+    shutil.copytree(root, tmp_path / "copy")
+    copied = other.model_copy(update={"path": str(tmp_path / "copy")})
+    assert open_checkpoints(copied, FACTS).resume_step == 4
+    first.rename(second)  # a run folder that was moved
+    assert open_checkpoints(other, FACTS).resume_step == 4
+
+
+def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = saved_state(tmp_path)
+    opened = open_checkpoints(config.model_copy(update={"load_enable": False}), FACTS)
+    assert opened.resume_step is None
+    assert opened.find(4) is None
+    assert "were moved to" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "aside-1" / "global_step4").is_dir()
+    assert open_checkpoints(config, FACTS).resume_step is None
+    assert "starting new" in capsys.readouterr().out
+
+
+def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, capsys) -> None:
+    saver = RunCheckpoints(CheckpointConfig(path=str(tmp_path)), DataFacts("x", 1))
+    store = saver.store
+
+    def export(path: Path) -> None:
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+
+    def fail(path: Path) -> None:
+        export(path)
+        raise OSError("disk full")
+
+    assert saver.save_best(3, export)
+    assert saver.save_best(5, export)
+    assert not saver.save_best(7, fail)
+    assert "step 7) was not saved: disk full" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["best_global_step5_hf"]
+    aside = store.set_best_aside()
+    assert aside is not None and store.find(5) is None
+    assert (aside / "best_global_step5_hf" / "config.json").is_file()

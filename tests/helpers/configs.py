@@ -1,5 +1,7 @@
 """The commands with their configs, and how flags are refused."""
 
+from pathlib import Path
+
 import pytest
 
 from openrlhf.config.base import CommandConfig
@@ -56,6 +58,12 @@ NEEDS = {
     LoraCombinerConfig: "--model_path m --lora_path l --output_path ",
     ServeRewardConfig: "--reward_pretrain m ",
 }
+
+
+def rl_config(flags: str = "", *, pretrain: Path | str = "m") -> PPOConfig:
+    """The configuration of an RL command; later flags win."""
+    line = f"--pretrain {pretrain} --prompt_data d --remote_rm_url r.py {flags}"
+    return parse_config(PPOConfig, line.split()).config
 
 
 def problems(config_class, line):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.spawn import meet_elsewhere
 from tests.helpers.rows import make_row
-from tests.stopped_runs import records, stopping_behind
+from tests.helpers.stopped_runs import records, stopping_behind
 from tests.tiny import make_model, write_jsonl
 
 NUM_ROWS = 10  # three batches an epoch, the last one smaller: 6 steps

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from openrlhf.report.run_folder import read_runs
+from tests.helpers.stopped_runs import records, stopping_behind
 from tests.integration.commands import steps_of
 from tests.integration.ppo_runs import (
     GRPO,
@@ -26,7 +27,6 @@ from tests.integration.ppo_runs import (
     start,
     words,
 )
-from tests.stopped_runs import records, stopping_behind
 
 NUM_STEPS = 6  # two episodes of three
 SAVING = "--num_episodes 2 --save_steps 2 --load_checkpoint"

@@ -20,9 +20,9 @@ from openrlhf.distributed.collectives import shut_down
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packing import PackedBatch
+from tests.helpers.stopped_runs import records
 from tests.integration.commands import argv, exit_code, run_command, steps_of
 from tests.integration.ppo_runs import GRPO, PPO, make_inputs, start, words
-from tests.stopped_runs import records
 from tests.tiny import write_jsonl
 
 

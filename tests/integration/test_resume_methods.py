@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.distributed.spawn import run_ranks
+from tests.helpers.stopped_runs import records, stopping_behind
 from tests.helpers.supervised_runs import (
     CASES,
     check_same,
@@ -24,7 +25,6 @@ from tests.helpers.supervised_runs import (
     words,
 )
 from tests.integration.commands import run_command
-from tests.stopped_runs import records, stopping_behind
 
 
 def run_two_ranks(root: Path) -> None:

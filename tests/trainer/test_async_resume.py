@@ -15,7 +15,7 @@ from openrlhf.rollout.rollout_queue import Kept, read_groups, write_groups
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.utils.metrics import Metrics
-from tests.trainer.async_fakes import TrainerBroke, World, make_trainer
+from tests.trainer.fakes import TrainerBroke, World, make_trainer
 
 
 def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:

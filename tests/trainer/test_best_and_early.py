@@ -2,7 +2,6 @@
 callback says so.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,10 @@ import torch
 import transformers
 
 from openrlhf import api
-from openrlhf.distributed.checkpoints import open_checkpoints
 from openrlhf.errors import ConfigError
-from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.tracker import read_metrics
-from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
-from tests.trainer.small_run import FACTS, config_of, make_trainer
+from tests.trainer.fakes import EndsAt
 
 
 @pytest.fixture(scope="module")
@@ -89,32 +85,6 @@ def test_a_metric_that_evaluations_lack_is_refused_before_the_model_is_loaded(fo
     for wish in ({"early_stop": 2}, {"save_best": True}):
         with pytest.raises(ConfigError, match=r"needs evaluations\. Type --eval_dataset, or leave"):
             sft(folder, "unknown", **wish)
-
-
-class EndsAt(Callback):
-    """Ends the run at a step, from the last rank alone."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: object, step: int, metrics: Mapping[str, float]) -> None:
-        topology = trainer.strategy.topology if hasattr(trainer, "strategy") else None
-        if step == self.step and (topology is None or topology.rank == topology.world_size - 1):
-            trainer.end()
-
-
-def end_on_one_of_two(root: Path) -> list[float]:
-    opened = open_checkpoints(config_of(root), FACTS)
-    trainer = make_trainer({"zero_stage": 3}, root / "run", opened.resume_step, 1)
-    trainer.callbacks = [EndsAt(2)]
-    trainer.fit()
-    return [len(trainer.seen), trainer.global_step, trainer.engine.update_ratio]
-
-
-def test_ranks_end_together_when_one_is_told_to(tmp_path: Path) -> None:
-    for num_seen, step, update_ratio in run_ranks(end_on_one_of_two, 2, tmp_path):
-        assert (num_seen, step) == (2, 2)
-        assert 1e-3 < update_ratio < 1  # measured on what each rank holds
 
 
 def rl(folder: Path, name: str, **settings: object) -> list[dict[str, float]]:

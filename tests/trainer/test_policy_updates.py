@@ -23,13 +23,16 @@ from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.update_plan import (
     PlannedStep,
+    UpdateStep,
     mix_texts,
     seen_column,
 )
-from openrlhf.trainer.workers.critic_and_frozen import RewardModelActor
+from openrlhf.trainer.workers.critic_and_frozen import CriticModelActor, RewardModelActor
 from openrlhf.trainer.workers.policy import PolicyModelActor, correction_of
+from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import load_tokenizer, tokenizer_of
+from tests.helpers.configs import rl_config
 from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
 from tests.models.helpers import scores_of
@@ -165,9 +168,7 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
     ],
 )
 def test_flags_are_the_correction(line: str, expected: tuple | None) -> None:
-    needs = "--pretrain m --prompt_data d --remote_rm_url r.py"
-    config = parse_config(PPOConfig, f"{needs} {line}".split()).config
-    assert correction_of(config.algo.advantage) == (expected and Correction(*expected))
+    assert correction_of(rl_config(line).algo.advantage) == (expected and Correction(*expected))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -398,9 +399,7 @@ def test_models_of_another_vocabulary_are_refused(tiny_model_dir: Path, foreign_
     config = config_of(tiny_model_dir, foreign_dir, f"--critic_pretrain {tiny_model_dir}")
     with pytest.raises(ConfigError, match="serve-rm with it, which reads texts"):
         check_tokens(config, tokenizer_of(config, config.policy_path))
-    line = f"--pretrain {tiny_model_dir} --remote_rm_url http://h/get_reward --prompt_data d "
-    line += f"--critic_pretrain {foreign_dir}"
-    config = parse_config(PPOConfig, line.split()).config
+    config = rl_config(f"--critic_pretrain {foreign_dir}", pretrain=tiny_model_dir)
     with pytest.raises(ConfigError, match=f"--critic_pretrain {tiny_model_dir}"):
         check_tokens(config, tokenizer_of(config, config.policy_path))
 
@@ -438,3 +437,50 @@ def test_an_update_returns_what_its_loss_first_saw_of_each_sample(
     ]
     # The second update of the first epoch sees its samples under other weights.
     assert [place for place, same in enumerate(is_same) if same] == sorted(result.places[:4])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", [-1.2, 0.8, 4]),
+        ("--eps_clip 0.4", [-1.4, 0.6, 4]),
+        ("--eps_clip 0.4 --eps_clip_low_high 0.1 0.3", [-1.3, 0.9, 4]),
+        ("--dual_clip 3", [-1.2, 0.8, 3]),
+    ],
+)
+def test_the_clip_range_of_the_policy(
+    tiny_model_dir: Path, tmp_path: Path, flags: str, expected: list[float]
+) -> None:
+    worker = PolicyModelActor(rl_config(flags, pretrain=tiny_model_dir), "model", "unused")
+    worker.setup()
+    worker.init_model(num_updates=1)
+    losses = []
+    # A good token is twice as likely as before, a bad one a tenth, a bad one four times.
+    for ratio, advantage in ((2.0, 1.0), (0.1, -1.0), (4.0, -1.0)):
+        experience = Experience.from_rollouts([rollout([1], [2])])
+        now = worker.compute_logprobs(experience)
+        experience = replace(
+            experience, advantages=torch.tensor([advantage]), old_logprobs=now - math.log(ratio)
+        )
+        step = UpdateStep(experience, num_tokens=1, num_samples=1, num_steps=2)
+        loss, _ = worker.compute_loss(experience.packed(), experience, step, Metrics())
+        losses.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("", 2.5**2 / 2), ("--value_clip 1", 2**2 / 2), ("--value_clip 4", 0.5**2 / 2)],
+)
+def test_the_clip_range_of_values(flags: str, expected: float) -> None:
+    # From 0 to 3.5, where 3 is right: off by half, or by what the clipped change leaves.
+    worker = CriticModelActor(rl_config(flags), "model", "unused")
+    worker.engine = lambda batch: torch.tensor([3.5])  # type: ignore[assignment]
+    experience = replace(
+        Experience.from_rollouts([rollout([1], [2])]),
+        values=torch.tensor([0.0]),
+        returns=torch.tensor([3.0]),
+    )
+    step = UpdateStep(experience, num_tokens=1, num_samples=1)
+    loss, _ = worker.compute_loss(experience.packed(), experience, step, Metrics())
+    assert float(loss) == pytest.approx(expected)

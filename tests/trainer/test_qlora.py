@@ -15,11 +15,11 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tracker import read_metrics
 from tests.distributed.spawn import run_ranks
+from tests.helpers.stopped_runs import records
 from tests.helpers.supervised_runs import check_same, make_inputs, start, straight_and_resumed
 from tests.integration.commands import argv
 from tests.integration.conftest import REWARD_CODE
 from tests.models.helpers import command
-from tests.stopped_runs import records
 from tests.tiny import write_jsonl
 
 pytest.importorskip("bitsandbytes")

@@ -13,18 +13,14 @@ from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from tests.distributed.spawn import run_ranks
+from tests.helpers.configs import rl_config
+from tests.helpers.stopped_runs import records, stopping_behind
 from tests.helpers.supervised_runs import make_inputs, start
 from tests.integration.commands import exit_code
-from tests.stopped_runs import records, stopping_behind
 
 
 def sft(flags: str) -> SFTConfig:
     return parse_config(SFTConfig, f"--pretrain m --dataset d {flags}".split()).config
-
-
-def ppo(flags: str) -> PPOConfig:
-    line = f"--pretrain m --prompt_data d --remote_rm_url r.py {flags}"
-    return parse_config(PPOConfig, line.split()).config
 
 
 def saved(make: Callable[[str], SFTConfig | PPOConfig] = sft) -> dict:
@@ -40,10 +36,10 @@ def saved(make: Callable[[str], SFTConfig | PPOConfig] = sft) -> dict:
         (sft, "--bf16", "--param_dtype auto"),
         (sft, "--pretrain n", "--pretrain m"),
         (sft, "--target_modules q_proj v_proj", "--target_modules all-linear"),
-        (ppo, "--rollout_batch_size 512", "--rollout_batch_size 1024"),
-        (ppo, "--advantage_estimator reinforce", "--advantage_estimator gae"),
-        (ppo, "--enable_ema", "--enable_ema false"),
-        (ppo, "--optim muon", "--optim adam"),
+        (rl_config, "--rollout_batch_size 512", "--rollout_batch_size 1024"),
+        (rl_config, "--advantage_estimator reinforce", "--advantage_estimator gae"),
+        (rl_config, "--enable_ema", "--enable_ema false"),
+        (rl_config, "--optim muon", "--optim adam"),
     ],
 )
 def test_a_change_the_checkpoint_depends_on_is_refused_with_what_to_type(
@@ -59,7 +55,11 @@ def test_a_change_the_checkpoint_depends_on_is_refused_with_what_to_type(
     ("make", "flags", "said"),
     [
         (sft, "--learning_rate 1", "--learning_rate 1.0 has no effect: 5e-06 goes on with the"),
-        (ppo, "--actor_learning_rate 1", "--actor_learning_rate 1.0 has no effect: 1e-06 goes on"),
+        (
+            rl_config,
+            "--actor_learning_rate 1",
+            "--actor_learning_rate 1.0 has no effect: 1e-06 goes on",
+        ),
     ],
 )
 def test_a_value_that_the_checkpoint_keeps_is_said(make: Callable, flags: str, said: str) -> None:

@@ -4,10 +4,12 @@ whatever the clock says.
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from openrlhf.distributed.checkpoints import RunCheckpoints
+import pytest
+
+from openrlhf.distributed.checkpoints import Resumable, RunCheckpoints
 from openrlhf.distributed.collectives import shut_down
 
 CLOCKED = ("time", "timing", "token", "memory")
@@ -22,15 +24,15 @@ def stopping_behind(step: int) -> Iterator[None]:
     """End the command in the block once `step` was saved."""
     save = RunCheckpoints.save
 
-    def save_and_stop(self: RunCheckpoints, number: int, **parts: object) -> bool:
-        is_saved = save(self, number, **parts)  # type: ignore[arg-type]
-        if number == step:
+    def save_and_stop(self: RunCheckpoints, run: Resumable) -> Path | None:
+        folder = save(self, run)
+        if run.global_step == step:
             raise Stop
-        return is_saved
+        return folder
 
     RunCheckpoints.save = save_and_stop  # type: ignore[method-assign]
     try:
-        with suppress(Stop):
+        with pytest.raises(Stop):
             yield
     finally:
         RunCheckpoints.save = save  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,10 +23,12 @@ from openrlhf.rollout.rollout import RolloutRequest, Rollouts, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_state import RunState
+from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.update_plan import UpdateResult
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.trainer.workers.policy import PolicyModelActor
+from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import PromptRecord
 from openrlhf.utils.tracker import Tracker, read_metrics
@@ -52,6 +54,7 @@ class World:
     running: set[Key] = field(default_factory=set)
     was_cancelled: bool = False  # while samples were made
     submitted: list[Key] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)  # samples of each update
 
     def receive_weights(self) -> None:
         assert self.keeps_running or not self.running, f"weights changed under {self.running}"
@@ -67,8 +70,8 @@ class FakeTurn:
         self.world = world
 
     async def act(self, request: RolloutRequest) -> list:
-        episode, row = request.name.removeprefix("episode").split("/")
-        world, key = self.world, (int(episode), int(row) - 1)
+        world, row = self.world, request.prompt.row_id
+        key = (sum(made == row for _, made in world.submitted), row)  # episode, row
         assert world.version >= 0, "the engines have no weights yet"
         world.submitted.append(key)
         world.running.add(key)
@@ -121,6 +124,8 @@ class FakeActor:
         if self.world.train_error_at == self.world.policy_version:
             raise TrainerBroke
         self.world.policy_version += 1
+        [(steps, _)] = shares
+        self.world.trained += [step.num_samples for step in steps]
         return lambda: [UpdateResult(Metrics()) for _ in shares]
 
     def call(self, method, *args, **options):
@@ -143,6 +148,17 @@ class FakeRollouts(Rollouts):
         return SampleBatch(samples((0, 0), (0.0, 1.0), [version]), Metrics(), {})
 
 
+class EndsAt(Callback):
+    """Ends the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.step:
+            trainer.end()
+
+
 class Prompts(list):
     """Prompts of a file without a name."""
 
@@ -159,15 +175,17 @@ def make_trainer(
     with_filter: bool = False,
     num_episodes: int = 1,
     policy_dtype: torch.dtype = torch.float32,
-) -> PPOTrainerAsync:
-    """An asynchronous trainer over fakes; `world` decides what happens. Any number may fail."""
+    is_async: bool = True,
+    callbacks: Sequence[Callback] = (),
+) -> Any:
+    """A trainer over fakes; `world` decides what happens. Any number may fail."""
     flags = (
         "--pretrain m --prompt_data d --remote_rm_url http://r --advantage_estimator rloo "
         "--n_samples_per_prompt 2 --micro_rollout_batch_size 2 --micro_train_batch_size 2 "
         "--rollout_batch_size 4 --train_batch_size 8 --init_kl_coef 0 "
-        f"--async_train --async_queue_size {queue_size} "
         f"--eval_steps 3 --dynamic_filtering_max_empty 3 --num_episodes {num_episodes}"
     )
+    flags += f" --async_train --async_queue_size {queue_size}" * is_async
     flags += " --partial_rollout" * world.keeps_running + " --dynamic_filtering" * with_filter
     flags += f" --vllm_generate_batch_size {num_at_once}" if num_at_once else ""
     config = parse_config(PPOConfig, flags.split()).config
@@ -177,7 +195,7 @@ def make_trainer(
     ]
     sampling, folder = SamplingSettings(num_samples=2), TemporaryDirectory()
     groups: dict[str, Any] = {"actor": FakeActor(world)}
-    return PPOTrainerAsync(
+    return (PPOTrainerAsync if is_async else PPOTrainer)(
         config,
         SimpleNamespace(  # type: ignore[arg-type]
             folder=folder,  # goes with the trainer
@@ -203,17 +221,18 @@ def make_trainer(
             DevicePhases([], engines_sleep=False, training_sleeps=False),
         ),
         tracker=Tracker(folder.name),
+        callbacks=callbacks,
     )
 
 
-def steps_of(trainer: PPOTrainerAsync) -> list[dict[str, float]]:
+def steps_of(trainer: PPOTrainer) -> list[dict[str, float]]:
     """What was logged of every step."""
     path = trainer.tracker.path
     records = read_metrics(path) if path.exists() else []
     return [record for record in records if "reward" in record]
 
 
-def staleness_histogram(trainer: PPOTrainerAsync) -> Counter[int]:
+def staleness_histogram(trainer: PPOTrainer) -> Counter[int]:
     """How many samples were trained on at each staleness."""
     histogram: Counter[int] = Counter()
     for record in steps_of(trainer):

@@ -5,38 +5,30 @@ bit for bit.
 import json
 import os
 import resource
-import shutil
 import signal
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from openrlhf.commands.rl_inputs import pass_rate
 from openrlhf.commands.train_supervised import Checkpointer
-from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.sampler import PromptCursor
-from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
+from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.distributed.checkpoints import open_checkpoints
 from openrlhf.distributed.collectives import shut_down
-from openrlhf.distributed.folders import holding, verify
+from openrlhf.distributed.folders import verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.errors import CheckpointError, ConfigError, DataError
-from openrlhf.rollout.scoring import FailurePolicy
-from openrlhf.rollout.step_sampler import StepSampler
-from openrlhf.trainer.device_phases import DevicePhases
-from openrlhf.trainer.ppo_state import RunState
-from openrlhf.trainer.workers.model_worker import TrainedWorker
+from openrlhf.errors import CheckpointError
+from openrlhf.utils.metrics import STDERR
 from tests.distributed.spawn import run_ranks
+from tests.trainer.fakes import EndsAt
 from tests.trainer.small_run import (
     FACTS,
     NUM_STEPS,
     config_of,
     make_trainer,
     run,
+    weights_of,
 )
 
 ZERO2 = {"zero_stage": 2, "adam_offload": True}  # without it one rank would run stage 0
@@ -193,56 +185,6 @@ def test_shards_of_another_number_of_ranks_are_refused_in_words(worlds: dict) ->
         assert "was written by 2 ranks" in text and "or start 2 ranks" in text
 
 
-def saved_state(root: Path) -> CheckpointConfig:
-    """A checkpoint root that holds step 4 of a run over FACTS."""
-    config = config_of(root, load_enable=True, save_steps=2)
-    opened = open_checkpoints(config, FACTS)
-    opened.store.stage(4)
-    opened.store.commit(4, {"run": {}, "data": asdict(FACTS)})
-    return config
-
-
-def test_other_data_are_refused(tmp_path: Path) -> None:
-    config = saved_state(tmp_path)
-    with pytest.raises(DataError, match="21 samples then, 21 now"):
-        open_checkpoints(config, replace(FACTS, fingerprint="edited"))
-    assert open_checkpoints(config, FACTS).resume_step == 4
-
-
-def test_a_run_does_not_go_on_from_the_checkpoint_of_another(tmp_path: Path) -> None:
-    root, first, second = tmp_path / "ckpt", tmp_path / "first", tmp_path / "second"
-    config = config_of(root, load_enable=True, save_steps=2, output_dir=str(first))
-    store = open_checkpoints(config, FACTS).store
-    first.mkdir()
-    store.stage(4)
-    state = {"run": {}, "data": asdict(FACTS), "run_dir": str(first), "root": str(store.root)}
-    store.commit(4, state)
-    assert open_checkpoints(config, FACTS).resume_step == 4
-    other = config.model_copy(update={"output_dir": str(second)})
-    with pytest.raises(
-        ConfigError, match=rf"is of the run in {first}, not of --save_path {second}"
-    ):
-        open_checkpoints(other, FACTS)
-    shutil.copytree(root, tmp_path / "copy")
-    copied = other.model_copy(update={"path": str(tmp_path / "copy")})
-    assert open_checkpoints(copied, FACTS).resume_step == 4
-    first.rename(second)  # a run folder that was moved
-    assert open_checkpoints(other, FACTS).resume_step == 4
-
-
-def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    config = saved_state(tmp_path)
-    opened = open_checkpoints(config.model_copy(update={"load_enable": False}), FACTS)
-    assert opened.resume_step is None
-    assert opened.find(4) is None
-    assert "were moved to" in " ".join(capsys.readouterr().err.split())
-    assert (tmp_path / "aside-1" / "global_step4").is_dir()
-    assert open_checkpoints(config, FACTS).resume_step is None
-    assert "starting new" in capsys.readouterr().out
-
-
 def die_while_saving(folder: Path) -> None:
     """Train two ranks; the second is killed in the middle of its shard of step 4."""
     root, options = folder / "killed", ZERO2
@@ -286,101 +228,37 @@ def test_a_rank_killed_while_it_saves_costs_the_steps_since_the_checkpoint(tmp_p
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "straight")
 
 
-def config(**ckpt: object) -> PPOConfig:
-    return PPOConfig.model_validate({"ckpt": ckpt, "eval": {"dataset": "d"}})
+def end_on_one_of_two(root: Path) -> list[float]:
+    opened = open_checkpoints(config_of(root), FACTS)
+    trainer = make_trainer({"zero_stage": 3}, root / "run", opened.resume_step, 1)
+    topology = trainer.strategy.topology
+    trainer.callbacks = [EndsAt(2 if topology.rank == topology.world_size - 1 else 99)]
+    trainer.fit()
+    return [len(trainer.seen), trainer.global_step, trainer.engine.update_ratio]
 
 
-EVAL_PROMPTS = [SimpleNamespace(datasource=name) for name in ("math", "code", "math")]
+def test_ranks_end_together_when_one_is_told_to(tmp_path: Path) -> None:
+    for num_seen, step, update_ratio in run_ranks(end_on_one_of_two, 2, tmp_path):
+        assert (num_seen, step) == (2, 2)
+        assert 1e-3 < update_ratio < 1  # measured on what each rank holds
 
 
-@pytest.mark.parametrize(
-    ("ckpt", "expected"),
-    [
-        ({}, ("eval/eval_math_pass1", False)),  # no checkpoints: no best model
-        ({"save_steps": 5}, ("eval/eval_math_pass1", True)),
-        ({"save_steps": 5, "best_metric_key": "none"}, ("eval/eval_math_pass1", False)),
-        ({"best_metric_key": "eval_code_pass4"}, ("eval/eval_code_pass4", True)),
-        ({"best_metric_key": "eval/eval_code_pass1"}, ("eval/eval_code_pass1", True)),
-    ],
-)
-def test_the_best_model_is_chosen_by(ckpt: dict, expected: tuple[str, bool]) -> None:
-    found = pass_rate(config(**ckpt), EVAL_PROMPTS)  # type: ignore[arg-type]
-    assert (found, config(**ckpt).ckpt.keeps_best) == expected
-    assert pass_rate(config(**ckpt), None) is None
+def test_the_size_of_an_update_is_that_of_the_change_of_the_weights(tmp_path: Path) -> None:
+    trainer = make_trainer({"zero_stage": 0}, tmp_path, None, 1)
+    before = torch.cat([weights.flatten() for weights in weights_of(trainer)])
+    metrics = trainer.train_step(range(8))
+    after = torch.cat([weights.flatten() for weights in weights_of(trainer)])
+    ratio = ((after - before).norm() / before.norm()).item()
+    assert metrics["update_ratio"] == pytest.approx(ratio, rel=1e-5)
+    assert ratio > 1e-3
 
 
-def test_an_unknown_metric_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"pass9 is no pass rate .* eval/eval_code_pass1, or no"):
-        pass_rate(config(best_metric_key="pass9"), EVAL_PROMPTS)  # type: ignore[arg-type]
-
-
-class Ranks:
-    """A group of three ranks, some of which see files below another root."""
-
-    def __init__(self, *blind: int) -> None:
-        self.roots = ["/nowhere/" if rank in blind else "" for rank in range(3)]
-
-    def call(self, method, path: str) -> list:
-        workers = (TrainedWorker(PPOConfig(), "critic", "run", rank) for rank in range(3))
-        return [method(one, root + path) for one, root in zip(workers, self.roots, strict=True)]
-
-
-def opened(root: Path, **ckpt: Any) -> RunCheckpoints:
-    return RunCheckpoints(CheckpointConfig(path=str(root), **ckpt), DataFacts("x", 1))
-
-
-def state_of(config: PPOConfig, root: Path, **groups: Any) -> RunState:
-    phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
-    return RunState(config, opened(root, save_steps=config.ckpt.save_steps), groups, phases)
-
-
-def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
-    tmp_path: Path,
-) -> None:
-    root = tmp_path / "ckpt"
-    with holding(root, "--ckpt_path"):
-        with pytest.raises(ConfigError, match=r"not seen by critic rank 1 on node .* nodes share"):
-            state_of(config(save_steps=5), root, critic=Ranks(1)).check_is_shared()
-        state_of(config(save_steps=5), root, critic=Ranks()).check_is_shared()
-    state_of(config(), tmp_path / "none", critic=Ranks(0, 1, 2)).check_is_shared()
-    assert not (tmp_path / "none").exists()
-
-
-def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, capsys) -> None:
-    saver = opened(tmp_path)
-    store = saver.store
-
-    def export(path: Path) -> None:
-        path.mkdir()
-        (path / "config.json").write_text("{}")
-
-    def fail(path: Path) -> None:
-        export(path)
-        raise OSError("disk full")
-
-    assert saver.save_best(3, export)
-    assert saver.save_best(5, export)
-    assert not saver.save_best(7, fail)
-    assert "step 7) was not saved: disk full" in " ".join(capsys.readouterr().err.split())
-    assert [path.name for path in tmp_path.iterdir()] == ["best_global_step5_hf"]
-    aside = store.set_best_aside()
-    assert aside is not None and store.find(5) is None
-    assert (aside / "best_global_step5_hf" / "config.json").is_file()
-
-
-def make(*, target: float | None = 0.1, coef: float = 0.5) -> RunState:
-    prompts = [SimpleNamespace(row_id=row) for row in range(7)]
-    cursor = PromptCursor(7, 3, num_episodes=2)
-    sampler = StepSampler(prompts, cursor, batch_size=3, policy=FailurePolicy(3))  # type: ignore[arg-type]
-    kl = {"init_coef": coef, "target": target, "horizon": 100}
-    state = state_of(PPOConfig.model_validate({"algo": {"kl": kl}}), Path("unused"))
-    state.sampler = sampler
-    return state
-
-
-def test_a_constant_kl_coefficient_is_the_commands_an_adapted_one_the_checkpoints() -> None:
-    saved = make(coef=0.5).state_dict()
-    for target, expected in ((None, 0.2), (0.1, 0.5)):
-        found = make(target=target, coef=0.2)
-        found.load_state_dict(saved)
-        assert found.kl_coef == expected
+def test_an_evaluation_in_one_micro_batch_has_a_standard_error_too(tmp_path: Path) -> None:
+    trainer = make_trainer({}, tmp_path, None, 1)
+    losses = []
+    for size, max_tokens in ((1, None), (64, None), (64, 192)):
+        trainer.batch_size, trainer.micro_batch_size, trainer.max_tokens = 64, size, max_tokens
+        found = trainer.evaluate()
+        losses.append(found["eval/loss"])
+        assert 0.05 < found["eval/loss" + STDERR] / found["eval/loss"] < 0.5
+    assert losses == pytest.approx(losses[:1] * 3)

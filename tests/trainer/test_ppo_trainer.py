@@ -1,0 +1,182 @@
+"""Synchronous RL over plain fakes: what a run evaluates, saves and refuses, and its state."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from openrlhf.config.common import CheckpointConfig
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.sampler import PromptCursor
+from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
+from openrlhf.distributed.folders import holding
+from openrlhf.errors import ConfigError, EngineError, RewardError
+from openrlhf.rollout.scoring import FailurePolicy
+from openrlhf.rollout.step_sampler import StepSampler
+from openrlhf.trainer.device_phases import DevicePhases
+from openrlhf.trainer.ppo_state import RunState
+from openrlhf.trainer.workers.model_worker import TrainedWorker
+from openrlhf.utils.callbacks import Callback
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.tracker import read_metrics
+from tests.trainer.fakes import EndsAt, World, make_trainer, samples
+
+
+class Heard(Callback):
+    """Keeps what a run tells."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        self.told.append(("step", step))
+
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        self.told.append(("evaluation", step))
+
+
+def test_a_run_evaluates_first_at_intervals_and_last() -> None:
+    world, heard = World(), Heard()
+    trainer = make_trainer(world, num_prompts=18, is_async=False, callbacks=[heard])
+    trainer.fit()
+    first, *steps = heard.told
+    assert first == ("evaluation", 0)
+    one_to_three = [("step", 1), ("step", 2), ("step", 3), ("evaluation", 3)]
+    assert steps == [*one_to_three, ("step", 4), ("step", 5), ("evaluation", 5)]
+    assert trainer.sampler.ledger.outcomes == {"trained": 18}
+    assert world.trained == [8, 8, 8, 8, 4]
+    # The weights are sent before the first samples, and after every update.
+    assert world.policy_version == world.version == trainer.num_steps == 5
+
+
+def test_a_run_that_is_told_to_ends_after_the_step_with_an_evaluation() -> None:
+    trainer = make_trainer(World(), num_prompts=40, is_async=False, callbacks=[EndsAt(2)])
+    trainer.fit()
+    records = read_metrics(trainer.tracker.path)
+    assert [r["step"] for r in records if "eval/eval_default_pass1" in r] == [0, 2]
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_filtered_and_failed_groups_are_replaced_and_counted(is_async: bool) -> None:
+    world = World(
+        scores_of=lambda key: (0.0, 1.0) if key[1] % 3 else (1.0, 1.0),
+        failing=frozenset({(0, 1), (1, 4)}),
+    )
+    trainer = make_trainer(
+        world, num_prompts=30, with_filter=True, num_episodes=2, is_async=is_async
+    )
+    trainer.fit()
+    ledger = trainer.sampler.ledger
+    assert ledger.outcomes == {"trained": 38, "filtered:no signal": 20, "failed:reward": 2}
+    assert ledger.num_drawn == 60 and not ledger.pending
+    # Two groups are left for the last step.
+    assert world.trained == [8] * 9 + [4]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_run_that_trained_on_nothing_is_an_error(is_async: bool) -> None:
+    world = World(scores_of=lambda key: (1.0, 1.0))
+    trainer = make_trainer(world, num_prompts=8, with_filter=True, is_async=is_async)
+    with pytest.raises(RewardError, match=r"8 drawn, 8 filtered:no signal \(pass rate 0 %\)"):
+        trainer.fit()
+
+
+def test_engine_and_trainer_that_disagree_in_the_first_step_end_the_run() -> None:
+    assert make_trainer(World(), num_prompts=4, is_async=False).max_mismatch_kl == 1e-3
+    trainer = make_trainer(World(), num_prompts=4, policy_dtype=torch.bfloat16, is_async=False)
+    metrics = Metrics()
+    trainer.check_mismatch(metrics, 4)
+    assert not trainer.is_compared  # a step without a signal compares nothing
+    metrics.add("vllm_kl", 1.5)
+    with pytest.raises(EngineError, match=r"mismatch KL 1\.50e\+00, limit 1e-01"):
+        trainer.check_mismatch(metrics, 5)
+    trainer.check_mismatch(metrics, 6)  # weights may have drifted by then
+
+
+@pytest.mark.parametrize(
+    ("is_async", "keeps_running", "taken", "refused"),
+    [
+        (False, False, [(4, 4)], [(3, 3), (5, 5), (3, 4)]),
+        (True, False, [(4, 4), (3, 3)], [(2, 2), (5, 5), (3, 4)]),
+        (True, True, [(4, 4), (3, 4)], [(2, 4)]),
+    ],
+)
+def test_samples_too_far_behind_or_of_several_versions_are_refused(
+    is_async: bool,
+    keeps_running: bool,
+    taken: list[tuple[int, int]],
+    refused: list[tuple[int, int]],
+) -> None:
+    trainer = make_trainer(World(keeps_running=keeps_running), num_prompts=4, is_async=is_async)
+    trainer.state.weight_version = 4
+
+    def check(*versions: int) -> None:
+        [sample] = samples((0, 0), [1.0], [0])
+        trainer.check_versions([replace(sample, weight_versions=torch.tensor(versions))])
+
+    for versions in taken:
+        check(*versions)
+    for versions in refused:
+        with pytest.raises(
+            EngineError, match=r"sampled under weights \[.*the policy is at 4, and "
+        ):
+            check(*versions)
+
+
+class Ranks:
+    """A group of three ranks, some of which see files below another root."""
+
+    def __init__(self, *blind: int) -> None:
+        self.roots = ["/nowhere/" if rank in blind else "" for rank in range(3)]
+
+    def call(self, method, path: str) -> list:
+        workers = (TrainedWorker(PPOConfig(), "critic", "run", rank) for rank in range(3))
+        return [method(one, root + path) for one, root in zip(workers, self.roots, strict=True)]
+
+
+def opened(root: Path, **ckpt: Any) -> RunCheckpoints:
+    return RunCheckpoints(CheckpointConfig(path=str(root), **ckpt), DataFacts("x", 1))
+
+
+def state_of(config: PPOConfig, root: Path, **groups: Any) -> RunState:
+    phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
+    return RunState(config, opened(root, save_steps=config.ckpt.save_steps), groups, phases)
+
+
+def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "ckpt"
+    with holding(root, "--ckpt_path"):
+        with pytest.raises(ConfigError, match=r"not seen by critic rank 1 on node .* nodes share"):
+            state_of(
+                PPOConfig.model_validate({"ckpt": {"save_steps": 5}}), root, critic=Ranks(1)
+            ).check_is_shared()
+        state_of(
+            PPOConfig.model_validate({"ckpt": {"save_steps": 5}}), root, critic=Ranks()
+        ).check_is_shared()
+    state_of(PPOConfig(), tmp_path / "none", critic=Ranks(0, 1, 2)).check_is_shared()
+    assert not (tmp_path / "none").exists()
+
+
+def make(*, target: float | None = 0.1, coef: float = 0.5) -> RunState:
+    prompts = [SimpleNamespace(row_id=row) for row in range(7)]
+    cursor = PromptCursor(7, 3, num_episodes=2)
+    sampler = StepSampler(prompts, cursor, batch_size=3, policy=FailurePolicy(3))  # type: ignore[arg-type]
+    kl = {"init_coef": coef, "target": target, "horizon": 100}
+    state = state_of(PPOConfig.model_validate({"algo": {"kl": kl}}), Path("unused"))
+    state.sampler = sampler
+    return state
+
+
+def test_a_constant_kl_coefficient_is_the_commands_an_adapted_one_the_checkpoints() -> None:
+    saved = make(coef=0.5).state_dict()
+    for target, expected in ((None, 0.2), (0.1, 0.5)):
+        found = make(target=target, coef=0.2)
+        found.load_state_dict(saved)
+        assert found.kl_coef == expected
