@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.trainer.ppo_updates import StepFacts, update_model
+from openrlhf.trainer.ppo_updates import StepInputs, update_model
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
 from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
@@ -113,7 +113,7 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
     forwards = dict.fromkeys(("old_logprobs", "ref_logprobs"), forward)
     experience, _ = make_experience(config, forwards, rollouts, 0.01)
     made = time.perf_counter()
-    facts = StepFacts(1, 0.01, 0, [1])
+    facts = StepInputs(1, 0.01, 0, [1])
     results = update_model(config, group, experience, facts, texts=None, columns=["new_logprobs"])
     seen = seen_column(results, "new_logprobs", experience.num_actions)
     end = time.perf_counter()

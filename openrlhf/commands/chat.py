@@ -59,9 +59,9 @@ class Chat:
         assert path is not None, "a model is needed"
         check_here(config.ds, trains=False)
         data, trust = config.data, config.trust_remote_code
-        facts = load_config(path, trust_remote_code=trust)
-        check_stop_ids(config.rollout.stop_token_ids, facts.get_text_config().vocab_size)
-        limit = num_positions(facts)
+        model_config = load_config(path, trust_remote_code=trust)
+        check_stop_ids(config.rollout.stop_token_ids, model_config.get_text_config().vocab_size)
+        limit = num_positions(model_config)
         for line in unused_sampling(path, config.rollout.token_choice):
             say(f"{line}\n")
         self.config = config

@@ -24,8 +24,8 @@ from openrlhf.commands.check_memory import (
     Model,
     Shape,
     cache_bytes_per_token,
-    facts_of,
     in_words,
+    model_size_of,
     peaks_of,
     shape_of,
     share_of,
@@ -103,7 +103,9 @@ def check_supervised(recipe: Recipe, config: SupervisedConfig, said: Sequence[st
                     config,
                     inputs,
                     list(shape.module.parameters()),
-                    stage=effective_stage(config.ds, facts_of(shape, models[TRAINED], config.ds)),
+                    stage=effective_stage(
+                        config.ds, model_size_of(shape, models[TRAINED], config.ds)
+                    ),
                     ranks=f"{num_ranks} on {'cuda' if has_gpus else 'cpu'}",
                 )
                 print_banner(sections)
@@ -235,9 +237,9 @@ def _check_is_free(folder: Path, flag: str) -> None:
 
 def _check_saved(config: TrainingRunConfig, samples: Any, gathered: Gathered) -> None:
     """Note what forbids to go on from the checkpoint that is there."""
-    facts = DataFacts(samples.fingerprint, len(samples))
+    data = DataFacts(samples.fingerprint, len(samples))
     with gathered:
-        RunCheckpoints(config.ckpt, facts).find_saved(config)
+        RunCheckpoints(config.ckpt, data).find_saved(config)
 
 
 def _view_of_run() -> ClusterView:
@@ -346,9 +348,9 @@ class Plan:
         config = self.config
         for role, shape in self.trained.items():
             section = config if role == TRAINED else getattr(config, role)
-            facts = facts_of(shape, self.models[role], config.ds)
+            model_size = model_size_of(shape, self.models[role], config.ds)
             with self.gathered:
-                training_config(config.ds, section, facts)
+                training_config(config.ds, section, model_size)
         self.check_memory()
         if exported := self.trained.get(TRAINED) or self.trained.get("actor"):
             self.check_disk(exported)

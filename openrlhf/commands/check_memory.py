@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from openrlhf.algorithms.tokens import max_logit_rows
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.common import DeepSpeedConfig
-from openrlhf.distributed.strategy import MAX_BUCKET_SIZE, ModelFacts, effective_stage
+from openrlhf.distributed.strategy import MAX_BUCKET_SIZE, ModelSize, effective_stage
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import empty_model, load_config, resolve_dtype
 from openrlhf.models.support import num_experts_per_token
@@ -100,26 +100,26 @@ class Share:
 
 def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cuda: bool) -> Shape:
     """Return a model without weights, with its adapter if it trains with one."""
-    facts = load_config(model.path, trust_remote_code=command.trust_remote_code)
+    model_config = load_config(model.path, trust_remote_code=command.trust_remote_code)
     device_type = "cuda" if is_cuda else "cpu"
-    dtype = resolve_dtype(ds.param_dtype, facts, device_type=device_type)
-    module = empty_model(facts, command, dtype=dtype, scores=model.scores)
+    dtype = resolve_dtype(ds.param_dtype, model_config, device_type=device_type)
+    module = empty_model(model_config, command, dtype=dtype, scores=model.scores)
     learner = add_lora(module, ds.lora) if model.trains else module
-    return Shape(learner, facts, dtype, device_type)
+    return Shape(learner, model_config, dtype, device_type)
 
 
-def facts_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> ModelFacts:
-    """Return the facts that DeepSpeed's configuration depends on."""
-    return ModelFacts(shape.dtype, shape.num_parameters, model.num_ranks // ds.tensor_parallel_size)
+def model_size_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> ModelSize:
+    """Return the model_size that DeepSpeed's configuration depends on."""
+    return ModelSize(shape.dtype, shape.num_parameters, model.num_ranks // ds.tensor_parallel_size)
 
 
 def share_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> Share:
     """Return the share of one rank of a model."""
-    size, facts = shape.dtype.itemsize, facts_of(shape, model, ds)
-    num_copies, learnt = facts.num_copies, shape.num_trained / ds.tensor_parallel_size
+    size, model_size = shape.dtype.itemsize, model_size_of(shape, model, ds)
+    num_copies, learnt = model_size.num_copies, shape.num_trained / ds.tensor_parallel_size
     weights = shape.num_bytes(ds) / ds.tensor_parallel_size
     work = activations(shape, model, ds)
-    stage = effective_stage(ds, facts)
+    stage = effective_stage(ds, model_size)
     if not model.trains:
         stage = 3 if model.offload or ds.zero_stage == 3 else 0
     if stage == 3:

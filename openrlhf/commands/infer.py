@@ -127,10 +127,10 @@ class BatchTask:
         path = config.model.model_name_or_path
         assert path is not None, "a model is needed"
         self.config, self.model_path = config, path
-        gathered, facts, tokenizer = Gathered(), None, None
+        gathered, model_config, tokenizer = Gathered(), None, None
         with gathered:
-            facts = load_config(path, trust_remote_code=config.trust_remote_code)
-            check_model(config, path, facts)
+            model_config = load_config(path, trust_remote_code=config.trust_remote_code)
+            check_model(config, path, model_config)
         with gathered:
             tokenizer = tokenizer_of(config, path)
         data_set = inference_data(config)
@@ -145,9 +145,11 @@ class BatchTask:
                 self._tokenise()
         gathered.raise_if_any()
         if config.eval_task != "rm":
-            assert facts is not None, "or else problems were raised"
-            self.facts = facts
-            self.max_model_len = max_model_len(self.samples, config.rollout, num_positions(facts))
+            assert model_config is not None, "or else problems were raised"
+            self.model_config = model_config
+            self.max_model_len = max_model_len(
+                self.samples, config.rollout, num_positions(model_config)
+            )
 
     def _tokenise(self) -> None:
         """Make a sample for each item, with a bar; raise DataError."""
@@ -178,8 +180,8 @@ class BatchTask:
     def key(self) -> str:
         """Return a hash of the settings, the model and the data that the rows depend on."""
         settings = self.config.model_dump(mode="json", exclude=FREE_SETTINGS)
-        facts = [settings, files_of_model(self.model_path), self.samples.fingerprint]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        parts = [settings, files_of_model(self.model_path), self.samples.fingerprint]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def longest_first(self, items: Sequence[int], size: int) -> list[list[int]]:
         """Cut items into batches of like length."""
@@ -206,19 +208,19 @@ class BatchTask:
         return {**asked_columns(self.samples.asked(row)), "output": row[column], "reward": reward}
 
 
-def check_model(config: BatchInferenceConfig, path: str, facts: PretrainedConfig) -> None:
+def check_model(config: BatchInferenceConfig, path: str, model_config: PretrainedConfig) -> None:
     """Raise ConfigError for a model that cannot do the task here."""
     if config.eval_task != "rm":
-        check_stop_ids(config.rollout.stop_token_ids, facts.get_text_config().vocab_size)
+        check_stop_ids(config.rollout.stop_token_ids, model_config.get_text_config().vocab_size)
     if config.eval_task == "generate_vllm":
         instead = "--eval_task generate, which does without it"
         check_vllm_is_installed(instead=instead)
         refuse_adapter(path, "--pretrain")
-        check_head_size(facts, path, instead=instead)
+        check_head_size(model_config, path, instead=instead)
         return
     check_here(config.ds, trains=False)
     if config.eval_task == "rm":
-        check_value_model(facts, path)
+        check_value_model(model_config, path)
 
 
 def max_model_len(prompts: PromptDataset, rollout: SamplingConfig, limit: int | None) -> int:
@@ -259,7 +261,9 @@ def drained(
     task: BatchTask, rounds: Sequence[Sequence[int]], sampler: Sampler
 ) -> Iterator[tuple[int, list[Row]]]:
     """Yield the items of each round, as they are finished, with their rows."""
-    pool = EnginePool([sampler], task.tokenizer, vocab_size=task.facts.get_text_config().vocab_size)
+    pool = EnginePool(
+        [sampler], task.tokenizer, vocab_size=task.model_config.get_text_config().vocab_size
+    )
     rollouts = Rollouts(pool, GroupScorer(None, FailurePolicy(step_size=1)))
     stream, run = rollouts.open_stream(sampling_of(task)), rollouts.loop.run
 
@@ -299,7 +303,7 @@ def vllm_engine(task: BatchTask) -> VLLMEngine:
     return VLLMEngine(
         {
             "model": task.model_path,
-            "dtype": resolve_dtype(config.ds.param_dtype, task.facts),
+            "dtype": resolve_dtype(config.ds.param_dtype, task.model_config),
             "max_model_len": task.max_model_len,
             "tensor_parallel_size": config.vllm.tensor_parallel_size or max(num_gpus, 1),
             "gpu_memory_utilization": config.vllm.gpu_memory_utilization,

@@ -25,7 +25,7 @@ from openrlhf.errors import ConfigError, Gathered, NumericsError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.local_cluster import local_cluster
 from openrlhf.trainer.ppo_dumps import FACTS, SAMPLES
-from openrlhf.trainer.ppo_updates import StepFacts, trained_roles, update_model
+from openrlhf.trainer.ppo_updates import StepInputs, trained_roles, update_model
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience, reward_kl
 from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
@@ -55,7 +55,7 @@ class Kept:
     """A kept step, as it is read from its folder."""
 
     folder: Path
-    facts: StepFacts
+    step_inputs: StepInputs
     num_done: Mapping[str, int]  # updates of each model that are in its weights already
     metrics: Mapping[str, float]  # of the run's updates; empty if they failed
     error: str | None  # how they failed
@@ -76,7 +76,7 @@ def run_replay(config: ReplayConfig) -> None:
     }
     with local_cluster(run, classes, run_dir=str(run_dir), resume_step=0) as cluster:
         phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
-        init_models(run, cluster.groups, kept.facts.updates, phases)
+        init_models(run, cluster.groups, kept.step_inputs.updates, phases)
         take_up(cluster.groups, kept.folder)
         experience, results, failure = step_again(run, cluster.groups, kept)
     compare(kept, results, failure)
@@ -99,7 +99,7 @@ def read_step(run_dir: Path, step: int) -> Kept:
     saved = torch.load(folders[step] / SAMPLES, weights_only=True)
     return Kept(
         folders[step],
-        StepFacts(**told["facts"]),
+        StepInputs(**told["facts"]),
         told["num_done"],
         told["metrics"],
         told["error"],
@@ -144,12 +144,12 @@ def step_again(
     """Make experience and updates as the trainer does; return what became of the updates of each
     model, and how they failed.
     """
-    facts, results = kept.facts, {}
-    forwards: dict[str, Forward] = forwards_of(config, groups, max(facts.updates))
+    step_inputs, results = kept.step_inputs, {}
+    forwards: dict[str, Forward] = forwards_of(config, groups, max(step_inputs.updates))
     if kept.computed is not None:
         forwards = {name: partial(_saved, column) for name, column in kept.computed.items()}
-    experience, _ = make_experience(config, forwards, kept.rollouts, facts.kl_coef)
-    for role in trained_roles(config, facts.global_step):
+    experience, _ = make_experience(config, forwards, kept.rollouts, step_inputs.kl_coef)
+    for role in trained_roles(config, step_inputs.global_step):
         columns = [*COLUMNS[role]]
         if role == "actor" and config.algo.kl.use_loss and experience.ref_logprobs is not None:
             columns.append("kl")
@@ -158,7 +158,7 @@ def step_again(
                 config,
                 groups[role],
                 experience,
-                facts,
+                step_inputs,
                 texts=pretraining_texts(config) if role == "actor" else None,
                 columns=columns,
                 num_done=kept.num_done.get(role, 0),
@@ -192,7 +192,7 @@ def compare(kept: Kept, results: Mapping[str, list[UpdateResult]], failure: str 
     values = {k: v for k, v in metrics.values().items() if not k.startswith("memory/")}
     before = kept.metrics
     different = [name for name, value in values.items() if before.get(name) != value]
-    lines = [f"step {kept.facts.global_step} again: {len(kept.rollouts)} samples"]
+    lines = [f"step {kept.step_inputs.global_step} again: {len(kept.rollouts)} samples"]
     for name, value in values.items():
         run = f"  run: {before[name]:.17g}" if name in different and name in before else ""
         lines.append(f"  {name:<20} {value:.17g}{run}")

@@ -285,12 +285,12 @@ def check_models(
     """Note what forbids to use a model; return the policy's config, if it can be read."""
     path, reads_experts = config.policy_path, config.trains and config.actor.aux_loss_coef > 0
     found = read_configs(config.named_models, config, gathered, has_router_loss=reads_experts)
-    for name, facts in found.items():
+    for name, model_config in found.items():
         if name in config.reward.model_paths:
             with gathered:
-                _check_head(config, name, facts)
+                _check_head(config, name, model_config)
         with gathered:
-            _check_positions(config, name, facts)
+            _check_positions(config, name, model_config)
     if path in found:
         with gathered:
             size = found[path].get_text_config().vocab_size
@@ -345,17 +345,19 @@ def _reads_tokens_of(config: GenerationRunConfig, path: str, own: Tokenizer) -> 
     return all(is_same(token, i) for token, i in own.get_vocab().items() if i < sizes[0])
 
 
-def _check_head(config: GenerationRunConfig, path: str, facts: "PretrainedConfig") -> None:
+def _check_head(config: GenerationRunConfig, path: str, model_config: "PretrainedConfig") -> None:
     """Refuse a reward model without a value head, or without a scale to normalise by."""
     if base_of_adapter(path) is None:  # both are known when it is merged
-        check_value_model(facts, f"--reward_pretrain {path}")
+        check_value_model(model_config, f"--reward_pretrain {path}")
         if config.reward.normalize_enable:
-            reward_mean_and_std(facts)
+            reward_mean_and_std(model_config)
 
 
-def _check_positions(config: GenerationRunConfig, name: str, facts: "PretrainedConfig") -> None:
+def _check_positions(
+    config: GenerationRunConfig, name: str, model_config: "PretrainedConfig"
+) -> None:
     """Refuse lengths of prompt and response that a model cannot read as a whole."""
-    limit = num_positions(facts)
+    limit = num_positions(model_config)
     prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens
     if limit is not None and prompt + response > limit:
         remedy = f"{limit - response} or a smaller --generate_max_len"

@@ -110,11 +110,11 @@ class ServedModel:
         """Read what is small, config and tokenizer; raise ConfigError."""
         trust = config.trust_remote_code
         self.config, self.path, self.name = config, path, name
-        facts = load_config(path, trust_remote_code=trust)
-        check_value_model(facts, path)
+        model_config = load_config(path, trust_remote_code=trust)
+        check_value_model(model_config, path)
         if config.reward.normalize_enable:
-            reward_mean_and_std(facts)
-        self.max_len = min(config.data.max_len, num_positions(facts) or config.data.max_len)
+            reward_mean_and_std(model_config)
+        self.max_len = min(config.data.max_len, num_positions(model_config) or config.data.max_len)
         self.tokenizer = load_tokenizer(path, trust_remote_code=trust)
         self._encoder = TextEncoder(self.tokenizer)
 

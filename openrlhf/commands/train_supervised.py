@@ -89,8 +89,8 @@ def _run(
     if strategy.is_main:
         say_inputs(recipe, config, inputs)
     strategy.setup()
-    facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples))
-    opened = open_checkpoints(config.ckpt, facts, config)
+    data = DataFacts(inputs.samples.fingerprint, len(inputs.samples))
+    opened = open_checkpoints(config.ckpt, data, config)
     is_at_end = (opened.resume_step or 0) >= num_updates(config, len(inputs.samples))
     if opened.is_done(run_dir, is_at_end=is_at_end):
         shut_down()
@@ -172,12 +172,12 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
     made = []
     for data_set, rows in found:
         samples = None if rows is None else data_set.tokenise(gathered, rows, tokenizer)
-        for path, facts in configs.items() if samples is not None else ():
+        for path, model_config in configs.items() if samples is not None else ():
             with gathered.about(data_set.about):
                 samples.check_fits(
                     path,
-                    num_embeddings=getattr(facts.get_text_config(), "vocab_size", None),
-                    num_positions=num_positions(facts),
+                    num_embeddings=getattr(model_config.get_text_config(), "vocab_size", None),
+                    num_positions=num_positions(model_config),
                 )
         made.append(samples)
     gathered.raise_if_any()

@@ -173,5 +173,5 @@ def _options(data: DatasetConfig | PromptDataConfig, seed: int, split: str) -> d
 
 def _expected(data: TextDataConfig, probs: str | None) -> dict[str, Any]:
     """Return the options of `load_rows` that are those of training data alone."""
-    facts = {"expect_rows": data.expect_rows, "expect_sha256": data.expect_sha256}
-    return {"probs": probs, **facts}
+    expected = {"expect_rows": data.expect_rows, "expect_sha256": data.expect_sha256}
+    return {"probs": probs, **expected}

@@ -109,14 +109,14 @@ def _parse_probs(probs: str | None, names: Sequence[str]) -> list[float] | None:
     return [weight / sum(weights) for weight in weights]
 
 
-def _one_for_each(facts: str | None, names: Sequence[str], flag: str) -> Sequence[str | None]:
-    if not facts:
+def _one_for_each(values: str | None, names: Sequence[str], flag: str) -> Sequence[str | None]:
+    if not values:
         return [None] * len(names)
-    each = [fact.strip() for fact in facts.split(",")]
+    each = [value.strip() for value in values.split(",")]
     if len(each) != len(names):
         raise ConfigError(
-            f"{flag} {facts} is of {len(each)} data sets, and {len(names)} are named. Give one for "
-            "each."
+            f"{flag} {values} is of {len(each)} data sets, and {len(names)} are named. Give one "
+            "for each."
         )
     return each
 

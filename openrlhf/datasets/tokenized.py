@@ -455,7 +455,7 @@ class TokenizedDataset(ABC):
         """Return a hash of all that decides the result, this code included."""
         form, tokenizer = self._format, self._encoder.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        facts = [
+        parts = [
             self._rows._fingerprint,
             f"{type(self).__qualname__} {form!r} {self._encoder.end_ids}",
             f"{type(tokenizer).__name__} {tokenizer.init_kwargs} {tokenizer.special_tokens_map}",
@@ -463,9 +463,9 @@ class TokenizedDataset(ABC):
             sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str(),
         ]
         sources = [*Path(__file__).parent.glob("*.py"), Path(str(tokenizer_module.__file__))]
-        facts += [path.read_bytes() for path in sorted(sources)]
+        parts += [path.read_bytes() for path in sorted(sources)]
         # With the mark of a process at most 64 characters, says datasets.
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
     def _tokenise(self, row: Row) -> dict[str, object]:
         """Return the outcome of a row: the values of `_FEATURES`."""

@@ -72,7 +72,7 @@ def get_strategy(args: Any) -> "DeepSpeedStrategy":
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelSize:
     """Size and type of a model, and the ranks that hold it."""
 
     dtype: torch.dtype
@@ -151,13 +151,13 @@ class DeepSpeedStrategy:
         self, model: nn.Module, optim: OptimizerConfig, *, num_updates: int
     ) -> TrainEngine:
         """Wrap a model for training; `num_updates` is the exact horizon of the learning rate."""
-        facts = self._made_ready(model, is_trained=True)
-        stage = effective_stage(self.ds, facts)
-        config = training_config(self.ds, optim, facts)
+        model_size = self._made_ready(model, is_trained=True)
+        stage = effective_stage(self.ds, model_size)
+        config = training_config(self.ds, optim, model_size)
         self._split_layers(model)
         optimizer = make_optimizer(model, optim, is_cuda=self.device.type == "cuda")
         if stage == 3:
-            split(model, config, dtype=facts.dtype, device=self.device)
+            split(model, config, dtype=model_size.dtype, device=self.device)
         with progress("getting the optimizer ready"):
             engine, *_ = collectives.import_deepspeed().initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
@@ -178,17 +178,17 @@ class DeepSpeedStrategy:
         """Wrap a frozen model; it is sharded under ZeRO-3 or when its weights are to live in CPU
         memory. Parts of layers stay on the device.
         """
-        facts = self._made_ready(model, is_trained=False)
+        model_size = self._made_ready(model, is_trained=False)
         model.requires_grad_(requires_grad=False).eval()
         if is_quantized(model):  # packed weights have no type to change
             return EvalEngine(model.to(self.device), self.device)
         self._split_layers(model)
         if self.topology.tp_size > 1 or (self.ds.zero_stage < 3 and not offload):
-            return EvalEngine(model.to(self.device, dtype=facts.dtype), self.device)
-        config = _common(self.ds.model_copy(update={"adam_offload": False}), facts, 3)
+            return EvalEngine(model.to(self.device, dtype=model_size.dtype), self.device)
+        config = _common(self.ds.model_copy(update={"adam_offload": False}), model_size, 3)
         if offload:
             config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
-        split(model, config, dtype=facts.dtype, device=self.device)
+        split(model, config, dtype=model_size.dtype, device=self.device)
         engine, *_ = collectives.import_deepspeed().initialize(
             model=model, config=config, dist_init_required=False
         )
@@ -199,7 +199,7 @@ class DeepSpeedStrategy:
         if self.topology.tp_size > 1:
             split_layers(model, hf_model_of(model), self.topology.tp_size)
 
-    def _made_ready(self, model: nn.Module, *, is_trained: bool) -> ModelFacts:
+    def _made_ready(self, model: nn.Module, *, is_trained: bool) -> ModelSize:
         """Tell a model who shares its rows; return its size and its type here: `auto`, and a model
         in 4 bits, keep the type it was loaded in.
         """
@@ -212,7 +212,7 @@ class DeepSpeedStrategy:
                 raise ConfigError(problems)
         parameters = list(model.parameters())
         loaded = next(p.dtype for p in parameters if p.is_floating_point())
-        return ModelFacts(
+        return ModelSize(
             dtype=DTYPES.get(asked, loaded),
             num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
             num_copies=self.topology.world_size // self.topology.tp_size,
@@ -256,11 +256,11 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def training_config(
-    ds: DeepSpeedConfig, optim: OptimizerConfig, facts: ModelFacts
+    ds: DeepSpeedConfig, optim: OptimizerConfig, model_size: ModelSize
 ) -> dict[str, object]:
     """Return the DeepSpeed configuration of a model that is trained."""
-    stage = effective_stage(ds, facts)
-    config = {**_common(ds, facts, stage), "gradient_clipping": optim.max_norm}
+    stage = effective_stage(ds, model_size)
+    config = {**_common(ds, model_size, stage), "gradient_clipping": optim.max_norm}
     if ds.config:
         merge_user_config(config, ds)
     if ds.deepcompile:
@@ -275,7 +275,7 @@ def training_config(
     return config
 
 
-def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
+def effective_stage(ds: DeepSpeedConfig, model_size: ModelSize) -> int:
     """Return the stage DeepSpeed runs: the same mathematics as `ds.zero_stage`, at the least cost.
 
     On one rank nothing can be partitioned, and fp32 weights need no master copy: stages 1 and 2 are
@@ -283,9 +283,9 @@ def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
     fp32 and check them. Nor does it clip gradients of split layers as a whole elsewhere.
     """
     needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile or ds.config is not None
-    if facts.dtype != torch.float32 or ds.tensor_parallel_size > 1:
+    if model_size.dtype != torch.float32 or ds.tensor_parallel_size > 1:
         return max(2, ds.zero_stage)
-    is_alone = facts.num_copies == 1 and ds.zero_stage < 3
+    is_alone = model_size.num_copies == 1 and ds.zero_stage < 3
     return 0 if is_alone and not needs_zero else ds.zero_stage
 
 
@@ -318,28 +318,30 @@ def merge_user_config(config: dict[str, Any], ds: DeepSpeedConfig) -> None:
         section[last] = value
 
 
-def _common(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, object]:
+def _common(ds: DeepSpeedConfig, model_size: ModelSize, stage: int) -> dict[str, object]:
     zero: dict[str, object] = {
         "stage": stage,
         "overlap_comm": ds.overlap_comm,
         "contiguous_gradients": True,
-        "reduce_bucket_size": max(1, min(MAX_BUCKET_SIZE, facts.num_parameters)),
+        "reduce_bucket_size": max(1, min(MAX_BUCKET_SIZE, model_size.num_parameters)),
     }
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if stage == 3:
         zero["zero_hpz_partition_size"] = ds.zpg
     # Sums over many micro-batches lose small addends in 16 bits.
-    grad_accum_dtype = "fp32" if facts.dtype == torch.float32 else ds.grad_accum_dtype or "fp32"
+    grad_accum_dtype = (
+        "fp32" if model_size.dtype == torch.float32 else ds.grad_accum_dtype or "fp32"
+    )
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "train_batch_size": facts.num_copies,
+        "train_batch_size": model_size.num_copies,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW may be the one that is offloaded
         "zero_optimization": zero,
-        "bf16": {"enabled": facts.dtype == torch.bfloat16, "check_grad_overflow": True},
-        "fp16": {"enabled": facts.dtype == torch.float16, "loss_scale": 0},
+        "bf16": {"enabled": model_size.dtype == torch.bfloat16, "check_grad_overflow": True},
+        "fp16": {"enabled": model_size.dtype == torch.float16, "loss_scale": 0},
         "data_types": {"grad_accum_dtype": grad_accum_dtype},
     }

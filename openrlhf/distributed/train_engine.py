@@ -251,7 +251,7 @@ class TrainEngine:
 
         Frozen weights, such as the base of an adapter, are left out: a start loads them.
         """
-        facts = _facts_of(self.engine) | {
+        saved = _description_of(self.engine) | {
             "schedule": self.schedule.state_dict(),
         }
 
@@ -262,7 +262,7 @@ class TrainEngine:
                 content = _content(self.engine, has_optimizer=has_optimizer)
                 folders.save_tensors(content, folder / f"tp{tp_rank}-dp{dp_rank}.pt")
             if collectives.is_main():
-                folders.write_json(folder / ENGINE, facts)
+                folders.write_json(folder / ENGINE, saved)
 
         collectives.together(write)
 
@@ -272,20 +272,22 @@ class TrainEngine:
         CheckpointError.
         """
         engine, is_universal = self.engine, self.use_universal_ckpt
-        facts = collectives.together(lambda: _read_facts(engine, folder, is_universal=is_universal))
+        saved = collectives.together(
+            lambda: _read_description(engine, folder, is_universal=is_universal)
+        )
         zero = engine.optimizer
         if self.zero_stage == 3:
             zero.checkpoint_event_prologue()  # splits the parameters that are kept whole
         collectives.together(lambda: _take_up(engine, folder))
         if self.zero_stage > 0:
-            vars(zero.loss_scaler).update(facts["loss_scaler"])
+            vars(zero.loss_scaler).update(saved["loss_scaler"])
         if self.zero_stage in (1, 2):
             zero.update_lp_params()
         if self.zero_stage == 3:
             for part in _parts(engine):
                 part.parameter.ds_tensor.view(-1)[: part.numel].copy_(part.of(part.flat))
             zero.checkpoint_event_epilogue()
-        resume_schedule(self.schedule, facts["schedule"], has_own_rate=has_own_rate)
+        resume_schedule(self.schedule, saved["schedule"], has_own_rate=has_own_rate)
 
     def _can_move_states(self) -> bool:
         is_on_cpu = self.engine.zero_use_cpu_optimizer()  # --adam_offload
@@ -462,7 +464,7 @@ def _place(engine: "DeepSpeedEngine") -> tuple[int, int]:
     return tp_rank, dp_rank
 
 
-def _facts_of(engine: "DeepSpeedEngine") -> dict[str, Any]:
+def _description_of(engine: "DeepSpeedEngine") -> dict[str, Any]:
     """Return the values that `load_states` needs beside tensors, as JSON."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     numbers = {} if scaler is None else vars(scaler)
@@ -474,21 +476,25 @@ def _facts_of(engine: "DeepSpeedEngine") -> dict[str, Any]:
     }
 
 
-def _read_facts(engine: "DeepSpeedEngine", folder: Path, *, is_universal: bool) -> dict[str, Any]:
-    """Return the facts of a checkpoint; raise CheckpointError if this engine cannot use it."""
-    facts, own = json.loads((folder / ENGINE).read_text()), _facts_of(engine)
-    if facts["tp_size"] != own["tp_size"]:
+def _read_description(
+    engine: "DeepSpeedEngine", folder: Path, *, is_universal: bool
+) -> dict[str, Any]:
+    """Return the description of a checkpoint; raise CheckpointError if this engine cannot
+    use it.
+    """
+    saved, own = json.loads((folder / ENGINE).read_text()), _description_of(engine)
+    if saved["tp_size"] != own["tp_size"]:
         raise CheckpointError(
-            f"{folder} was written with --ds_tensor_parallel_size {facts['tp_size']}. Type that "
+            f"{folder} was written with --ds_tensor_parallel_size {saved['tp_size']}. Type that "
             f"in place of {own['tp_size']}, or leave --load_checkpoint out and start from an "
             "export."
         )
     cut = "{world_size} ranks with ZeRO-{zero_stage}"
-    if not is_universal and cut.format_map(facts) != cut.format_map(own):
+    if not is_universal and cut.format_map(saved) != cut.format_map(own):
         raise CheckpointError(
-            f"{folder} was written by {cut.format_map(facts)}, this run has "
-            f"{cut.format_map(own)}. Add --use_ds_universal_ckpt, or start {facts['world_size']} "
-            f"ranks with --zero_stage {facts['zero_stage']}, or leave --load_checkpoint out and "
+            f"{folder} was written by {cut.format_map(saved)}, this run has "
+            f"{cut.format_map(own)}. Add --use_ds_universal_ckpt, or start {saved['world_size']} "
+            f"ranks with --zero_stage {saved['zero_stage']}, or leave --load_checkpoint out and "
             "start from an export."
         )
-    return facts
+    return saved

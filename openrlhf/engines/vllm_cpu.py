@@ -71,11 +71,11 @@ def cache_bytes(
     return int(min(needed, CACHE_FRACTION * free))
 
 
-def check_head_size(facts: "PretrainedConfig", path: str, *, instead: str) -> None:
+def check_head_size(model_config: "PretrainedConfig", path: str, *, instead: str) -> None:
     """Raise ConfigError for a model whose heads the CPU build has no kernel for; `instead` is what
     to type to do without vLLM. An engine would start, and fail at its first step.
     """
-    text = facts.get_text_config()
+    text = model_config.get_text_config()
     num_heads, is_latent = getattr(text, "num_attention_heads", 0), hasattr(text, "kv_lora_rank")
     if not num_heads or is_latent:
         return

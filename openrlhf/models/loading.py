@@ -87,11 +87,13 @@ def read_configs(
     found = {}
     for path in dict.fromkeys(paths):
         with gathered:
-            found[path] = facts = load_config(path, trust_remote_code=command.trust_remote_code)
+            found[path] = model_config = load_config(
+                path, trust_remote_code=command.trust_remote_code
+            )
             with gathered:
-                check_shapes(facts, path, command)
+                check_shapes(model_config, path, command)
             refuse_unsupported(
-                facts,
+                model_config,
                 path,
                 command.ds,
                 has_token_budget=command.trains and command.train.dynamic_batch_enable,

@@ -82,5 +82,7 @@ def engine_config(
 
 def policy_dtype(config: GenerationRunConfig, *, has_gpus: bool) -> torch.dtype:
     """Return the type in which ranks hold the policy, which may be on other machines."""
-    facts = load_config(config.policy_path, trust_remote_code=config.trust_remote_code)
-    return resolve_dtype(config.ds.param_dtype, facts, device_type="cuda" if has_gpus else "cpu")
+    model_config = load_config(config.policy_path, trust_remote_code=config.trust_remote_code)
+    return resolve_dtype(
+        config.ds.param_dtype, model_config, device_type="cuda" if has_gpus else "cpu"
+    )

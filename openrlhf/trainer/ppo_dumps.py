@@ -19,7 +19,7 @@ import torch
 from openrlhf.distributed.folders import write_json
 from openrlhf.errors import CheckpointError, NumericsError
 from openrlhf.trainer.device_phases import DevicePhases
-from openrlhf.trainer.ppo_updates import StepFacts
+from openrlhf.trainer.ppo_updates import StepInputs
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
@@ -38,7 +38,7 @@ class StepDump:
     """A step while it is made, and what is kept of it."""
 
     folder: Path
-    facts: StepFacts
+    step_inputs: StepInputs
     rollouts: Sequence[Rollout]
     groups: Mapping[str, WorkerGroup]  # of the models with an optimizer
     phases: DevicePhases
@@ -70,14 +70,14 @@ class StepDump:
 
     def write(self, **outcome: object) -> None:
         """Keep the step, in place of an earlier attempt; what cannot be written costs a warning."""
-        step, run_dir = self.facts.global_step, self.folder.parents[1]
+        step, run_dir = self.step_inputs.global_step, self.folder.parents[1]
         folder = str(self.folder.absolute())  # workers may have another working directory
         try:
             shutil.rmtree(folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             for group in self.groups.values():
                 with self.phases.update(group):
-                    group.call(TrainedWorker.save_states, folder, max(self.facts.updates) > 1)
+                    group.call(TrainedWorker.save_states, folder, max(self.step_inputs.updates) > 1)
             self.write_samples()
             self.write_facts(**outcome)
         except (CheckpointError, OSError) as error:
@@ -101,5 +101,10 @@ class StepDump:
         """Write what the step was told, and what came of it: `num_done` updates of each model were
         made before its weights were written, the others had these `metrics`, or this `error`.
         """
-        facts = {"facts": asdict(self.facts), "num_done": {}, "metrics": {}, "error": None}
-        write_json(self.folder / FACTS, facts | outcome)
+        content = {
+            "facts": asdict(self.step_inputs),
+            "num_done": {},
+            "metrics": {},
+            "error": None,
+        }
+        write_json(self.folder / FACTS, content | outcome)

@@ -40,10 +40,10 @@ def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
 
     Raises ConfigError or DataError where settings or prompts forbid to go on.
     """
-    facts = DataFacts(inputs.prompts.fingerprint, len(inputs.prompts))
+    data = DataFacts(inputs.prompts.fingerprint, len(inputs.prompts))
     # Workers elsewhere may have another working directory.
     ckpt = config.ckpt.model_copy(update={"path": os.path.abspath(config.ckpt.path)})
-    return open_checkpoints(ckpt, facts, config)
+    return open_checkpoints(ckpt, data, config)
 
 
 def is_at_end(opened: RunCheckpoints, config: PPOConfig) -> bool:

@@ -32,7 +32,7 @@ from openrlhf.trainer.local_cluster import Cluster
 from openrlhf.trainer.ppo_dumps import StepDump
 from openrlhf.trainer.ppo_inputs import RunInputs, say_dropped
 from openrlhf.trainer.ppo_state import RunState
-from openrlhf.trainer.ppo_updates import StepFacts, trained_roles, update_model
+from openrlhf.trainer.ppo_updates import StepInputs, trained_roles, update_model
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
 from openrlhf.trainer.ppo_utils.update_plan import seen_column
@@ -89,7 +89,7 @@ class PPOTrainer:
             batch_size=config.rollout.batch_size,
             group_filter=teaching if algo.dynamic_filtering_enable else None,
             num_at_once=config.rollout.vllm_generate_batch_size,
-            policy=FailurePolicy.of(config),
+            policy=FailurePolicy.of(config.reward, config.rollout.batch_size),
         )
         state.sampler = self.sampler
 
@@ -247,7 +247,7 @@ class PPOTrainer:
                     self.config,
                     self.groups[role],
                     experience,
-                    dump.facts,
+                    dump.step_inputs,
                     texts=self.inputs.texts if is_actor else None,
                     columns=["new_logprobs"] if is_actor else [],
                 )
@@ -265,7 +265,7 @@ class PPOTrainer:
         state = self.state
         return StepDump(
             self.inputs.run_dir / DUMPS / f"step_{global_step:06d}",
-            StepFacts(global_step, state.kl_coef, state.num_texts, self.inputs.updates),
+            StepInputs(global_step, state.kl_coef, state.num_texts, self.inputs.updates),
             rollouts,
             state.groups,
             self.phases,

@@ -17,10 +17,10 @@ from openrlhf.trainer.workers.model_worker import TrainedWorker
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class StepInputs:
     """The inputs of a step's updates beside samples and weights.
 
-    Example: `StepFacts(global_step=3, kl_coef=0.01, num_texts=0, updates=[2, 2, 2])`
+    Example: `StepInputs(global_step=3, kl_coef=0.01, num_texts=0, updates=[2, 2, 2])`
     """
 
     global_step: int
@@ -40,7 +40,7 @@ def update_model(
     config: PPOConfig,
     group: WorkerGroup,
     experience: Experience,
-    facts: StepFacts,
+    step_inputs: StepInputs,
     *,
     texts: SFTDataset | None,
     columns: Sequence[str],
@@ -55,10 +55,10 @@ def update_model(
         group.num_shares,
         train_batch_size=train.batch_size,
         max_epochs=train.max_epochs,
-        seed=train.seed + facts.global_step,
-        kl_coef=facts.kl_coef,
+        seed=train.seed + step_inputs.global_step,
+        kl_coef=step_inputs.kl_coef,
     )
     if texts is not None:
-        plan = mix_texts(plan, texts, num_seen=facts.num_texts, seed=train.seed)
+        plan = mix_texts(plan, texts, num_seen=step_inputs.num_texts, seed=train.seed)
     shares = update_shares(experience, plan[num_done:])
     return group.start(TrainedWorker.fit, ((share, columns) for share in shares))()

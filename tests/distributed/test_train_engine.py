@@ -14,7 +14,7 @@ from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.strategy import (
     DeepSpeedStrategy,
-    ModelFacts,
+    ModelSize,
     effective_stage,
     training_config,
 )
@@ -293,9 +293,9 @@ def test_a_trainer_starts_where_somebody_else_has_closed_the_groups(tmp_path: Pa
     assert run_ranks(train_in_three_worlds, 1, tmp_path) == [3]
 
 
-FP32 = ModelFacts(torch.float32, num_parameters=1000, num_copies=2)
-BF16 = ModelFacts(torch.bfloat16, num_parameters=1000, num_copies=2)
-ALONE = ModelFacts(torch.float32, num_parameters=1000, num_copies=1)
+FP32 = ModelSize(torch.float32, num_parameters=1000, num_copies=2)
+BF16 = ModelSize(torch.bfloat16, num_parameters=1000, num_copies=2)
+ALONE = ModelSize(torch.float32, num_parameters=1000, num_copies=1)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ ALONE = ModelFacts(torch.float32, num_parameters=1000, num_copies=1)
         (0, FP32, {}, 0),
     ],
 )
-def test_the_stage_that_runs(stage: int, facts: ModelFacts, options: dict, runs_as: int):
+def test_the_stage_that_runs(stage: int, facts: ModelSize, options: dict, runs_as: int):
     assert effective_stage(DeepSpeedConfig(zero_stage=stage, **options), facts) == runs_as
 
 
