@@ -86,7 +86,7 @@ class Channel:
         """
         try:
             with suppress(ConnectionError):  # of a process that was killed
-                while line := await self._reader.readline():
+                while (line := await self._reader.readline()).endswith(b"\n"):
                     if line.startswith(self._token):
                         self._take(*self._decode(line.removeprefix(self._token)))
         finally:
@@ -239,7 +239,11 @@ class WorkerProcess:
 
     async def _end(self) -> None:
         """Serve the process until it has ended."""
-        loop, ended, handle = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(self.pid)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # a fork server has waited for it already
+            handle = os.dup(self._process.sentinel)
         loop.add_reader(handle, ended.set)
         listening = asyncio.ensure_future(self._channel.listen())
         listening.add_done_callback(lambda _: self.kill())
