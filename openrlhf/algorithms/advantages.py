@@ -172,6 +172,7 @@ class AdvantageEstimator:
     """Description of an advantage estimator; made by `estimator`."""
 
     shape: Callable[[Tensor, Tensor], Tensor]  # (rewards_B, group_ids_B) -> (B,)
+    plain_shape: Callable[[Tensor, Tensor], Tensor] | None = None  # without a standard deviation
     needs_critic: bool = False
     is_normalised: bool = False  # over all action tokens of the rollout batch
     gamma: float = 1.0
@@ -231,7 +232,7 @@ ESTIMATORS = {
     "flash_reinforce": AdvantageEstimator(batch_centred),
     "rloo": AdvantageEstimator(rloo),
     "reinforce_baseline": AdvantageEstimator(group_centred, is_normalised=True),
-    "group_norm": AdvantageEstimator(group_standardised),
+    "group_norm": AdvantageEstimator(group_standardised, plain_shape=group_centred),
     "dr_grpo": AdvantageEstimator(group_centred),
 }
 
@@ -243,11 +244,9 @@ def estimator(
     batch's.
     """
     found = ESTIMATORS[name]
-    assert gamma == 1 or name in ("gae", "reinforce"), f"{name} is defined for gamma 1 only"
-    is_plain_group = no_std_norm and found.shape is group_standardised
     return replace(
         found,
-        shape=group_centred if is_plain_group else found.shape,
+        shape=(no_std_norm and found.plain_shape) or found.shape,
         gamma=gamma,
         lambd=lambd,
         no_std_norm=no_std_norm,

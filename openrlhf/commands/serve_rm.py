@@ -43,12 +43,12 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.support import check_here, num_positions
 from openrlhf.models.value_head import RewardModel, reward_mean_and_std
+from openrlhf.rewards.remote import TOKEN_VARIABLE
 from openrlhf.utils.console import format_count, notice
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tensors import dtype_name, fingerprint
 from openrlhf.utils.tokenizer import TextEncoder, load_tokenizer
 
-TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they are the ones to close
 MAX_RESPONSES = 256  # that are kept for clients who ask again
 PER_TEXT = ("prompts", "labels", "is_truncated", "ids")  # one value for each text

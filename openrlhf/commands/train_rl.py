@@ -53,6 +53,7 @@ from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.outcome import say_saved
 from openrlhf.utils.progress import progress
 from openrlhf.utils.run_folder import BAD_ROWS_FILE, CONFIG_FILE
+from openrlhf.utils.tensors import dtype_name
 from openrlhf.utils.tracker import make_tracker
 
 Groups = Mapping[str, WorkerGroup]  # by role
@@ -334,7 +335,7 @@ def banner_sections(
         "estimator": config.algo.advantage.estimator,
         "reward": train.agent_func_path or reward.remote_url or ", ".join(reward.model_paths),
         "devices": f"{view.num_gpus} GPU(s), {view.num_cpus} core(s)" if view else "this process",
-        "dtype": str(cluster.policy_dtype).removeprefix("torch."),
+        "dtype": dtype_name(cluster.policy_dtype),
         "batch": f"{num_drawn} prompts x {rollout.n_samples_per_prompt} samples = "
         f"{num_samples}; {max(updates)} update(s) of "
         f"{min(train.batch_size, num_samples)} samples a step"

@@ -55,6 +55,7 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.outcome import say_outcome, say_saved
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.run_folder import BAD_ROWS_FILE, CONFIG_FILE
+from openrlhf.utils.tensors import dtype_name
 from openrlhf.utils.tokenizer import tokenizer_of
 from openrlhf.utils.tracker import make_tracker
 
@@ -228,7 +229,7 @@ def banner_sections(
         "model": {
             "base": inputs.model_path,
             "parameters": format_count(num_parameters) + trained,
-            "type": str(parameters[0].dtype).removeprefix("torch."),
+            "type": dtype_name(parameters[0].dtype),
         },
         "machine": {
             "ranks": ranks,

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -27,9 +26,9 @@ from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.console import warn
 from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress, tracked
+from openrlhf.utils.tensors import NamedTensors
 from openrlhf.utils.tokenizer import turn_end_id
 
-NamedTensors = Iterable[tuple[str, Tensor]]
 MAX_SHARD_SIZE = "5GB"
 STAGED = ".export"  # in the folder of a model, while it is written
 MARKERS = ("config.json", "adapter_config.json")  # what makes a folder a model

@@ -29,8 +29,8 @@ from openrlhf.errors import ConfigError
 from openrlhf.utils.context_parallel import ContextGroup
 from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress
+from openrlhf.utils.tensors import DTYPES
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Gradients that travel at once; buckets are allocated, so small models get smaller ones.
 MAX_BUCKET_SIZE = 50_000_000
 

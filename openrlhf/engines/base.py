@@ -4,11 +4,9 @@ Every engine (vLLM, Hugging Face, fakes in tests) has these calls; nothing above
 knows which one it has.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
 
 Result = TypeVar("Result")
 
@@ -119,6 +117,3 @@ class RolloutEngine(Protocol):
 
     def call(self, method: Callable[..., Result], *args: object) -> Result:
         """Run a method of VLLMEngine and wait for its result."""
-
-
-NamedTensors = Iterable[tuple[str, Tensor]]

@@ -39,6 +39,7 @@ from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, me
 from openrlhf.utils.console import say_notices
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
+from openrlhf.utils.tensors import DTYPES
 from openrlhf.utils.weight_files import tensor_shapes
 
 HEAD = "score"  # the module transformers gives the scalar head
@@ -47,7 +48,6 @@ OPENRLHF_CLASSES = frozenset(("RewardModel", "CriticModel"))
 # Keys without a place in a value model with a fresh head, and those of the head.
 LANGUAGE_HEADS = rf"(lm_head|embed_out|output)(\.|$)|{HEAD}\.weight$"
 DEFAULTS: Any = SimpleNamespace(ds=DeepSpeedConfig(), trust_remote_code=False)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of the comparison with a model's own logits: how far log-probs may lie from them on average.
 NUM_TOKENS, STRIDE = 8, 7919  # a prime: tokens from all over a vocabulary
 MAX_ERROR = (0.01, 0.25)  # in fp32, in half precision

@@ -14,6 +14,7 @@ from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.models.loading import load_config, resolve_dtype
 from openrlhf.trainer.ppo_utils.demands import ClusterView, RoleDemand
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
+from openrlhf.utils.tensors import dtype_name
 
 MAX_NUM_SEQS = 256  # that an engine samples at once
 SEED_STRIDE = 1_000_003  # between the seeds of engines that start at one step and at the next
@@ -65,7 +66,7 @@ def engine_config(
     vllm, num_samples = config.vllm, config.rollout.n_samples_per_prompt
     return {
         "model": config.policy_path,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "max_model_len": config.total_len,
         "max_num_seqs": MAX_NUM_SEQS,
         "tensor_parallel_size": vllm.tensor_parallel_size,

@@ -4,12 +4,18 @@ Works on any device and dtype; the same bits give the same fingerprint everywher
 where a buffer lives or who reads it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+NamedTensors = Iterable[tuple[str, Tensor]]
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}  # of `--param_dtype`
 BLOCK = 512  # words that become one
 # Odd constants of splitmix64, as signed words.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64

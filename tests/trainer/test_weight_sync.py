@@ -10,12 +10,12 @@ import ray
 import torch
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.base import NamedTensors, WeightBucket
+from openrlhf.engines.base import WeightBucket
 from openrlhf.engines.weight_transfer import BucketReader, HostMemory, join_broadcasts
 from openrlhf.errors import WeightSyncError
 from openrlhf.trainer.workers import weight_sync
 from openrlhf.trainer.workers.weight_sync import WeightTransport, weight_route
-from openrlhf.utils.tensors import fingerprint
+from openrlhf.utils.tensors import NamedTensors, fingerprint
 from tests.gpu.engines import endpoint
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
 from openrlhf.distributed.collectives import all_gather_object, together, world_size
-from openrlhf.distributed.export import NamedTensors, export_hf
+from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.folders import write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
@@ -40,6 +40,7 @@ from openrlhf.utils.gpus import peak_memory_gib
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, Health, progress
+from openrlhf.utils.tensors import NamedTensors
 from openrlhf.utils.tokenizer import tokenizer_of
 
 

@@ -14,7 +14,7 @@ from openrlhf.algorithms.policy_loss import OWN_AGGREGATIONS, ClipRange
 from openrlhf.algorithms.tokens import exp_of_log_ratio
 from openrlhf.config.ppo import AdvantageConfig
 from openrlhf.distributed.collectives import world_size
-from openrlhf.distributed.export import NamedTensors, check_room
+from openrlhf.distributed.export import check_room
 from openrlhf.distributed.weights import WeightAverage, stored_parameters
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
@@ -33,6 +33,7 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.run_folder import POLICY
+from openrlhf.utils.tensors import NamedTensors
 from openrlhf.utils.tokenizer import tokenizer_of
 
 AVERAGE = "average.pt"  # of the weights, in a checkpoint

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.collectives import all_gather_object, barrier, rank
-from openrlhf.engines.base import NamedTensors, RolloutEngine, WeightBucket
+from openrlhf.engines.base import RolloutEngine, WeightBucket
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_transfer import Handle, join_broadcasts, memory_of, synchronize
 from openrlhf.errors import WeightSyncError
-from openrlhf.utils.tensors import align, as_bytes, dtype_name, fingerprint
+from openrlhf.utils.tensors import NamedTensors, align, as_bytes, dtype_name, fingerprint
 
 Result = TypeVar("Result")
 Way = Literal["handles", "broadcast", "objects"]
