@@ -95,7 +95,8 @@ def _reading(config: SupervisedConfig) -> tuple[type[TokenizedDataset], RowForma
 def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
     """Yield prompts and, where they are named, those of the evaluation and pre-training text."""
     data, held_out, prompts = config.data, config.eval, config.data.prompt_dataset or ""
-    form = _prompt_format(data, label_key=data.label_key)
+    has_agents = config.train.agent_func_path is not None
+    form = _prompt_format(data, label_key=data.label_key, has_agents=has_agents)
     options = partial(_options, data, config.train.seed)
     named = options(data.prompt_split) | _expected(data, data.prompt_probs)
     yield DataSet(prompts, named, PromptDataset, form)

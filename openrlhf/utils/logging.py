@@ -28,6 +28,8 @@ _LOGGER.addHandler(logging.NullHandler())
 _LOGGER.setLevel(logging.INFO)
 _LOGGER.propagate = False
 
+VLLM_LOGGING = "VLLM_LOGGING_CONFIG_PATH"  # which vLLM reads as it is imported
+LOGS = "logs"  # folder of what processes and frameworks say
 STDERR = "_stderr"  # behind a metric's name: the standard error of its mean
 LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FRAMEWORK_LOGGERS = (
@@ -348,7 +350,7 @@ def new_log(run_dir: Path | str, role: str) -> Path:
     """Make the log of a role's next attempt, which no other process is given: `logs/actor.log`,
     then `logs/actor.attempt1.log`.
     """
-    folder = Path(run_dir, "logs")
+    folder = Path(run_dir, LOGS)
     folder.mkdir(parents=True, exist_ok=True)
     for attempt in itertools.count():
         path = folder / (f"{role}.attempt{attempt}.log" if attempt else f"{role}.log")
@@ -369,8 +371,8 @@ def redirect_framework_logs(
     """
     path = new_log(run_dir, role)
     quiet_frameworks()
-    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(_write_vllm_config(path))
-    handler = logging.FileHandler(path, delay=True)
+    os.environ[VLLM_LOGGING] = str(_write_vllm_config(path))
+    handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(LINE_FORMAT))
     logging.captureWarnings(capture=True)
     for name in FRAMEWORK_LOGGERS:
@@ -386,7 +388,7 @@ def _keep_in_file(name: str, handler: logging.Handler) -> None:
     logger = logging.getLogger(name)
     logger.handlers = [handler]
     logger.propagate = False
-    if name != "vllm":  # vLLM configures itself from the file given in VLLM_LOGGING_CONFIG_PATH
+    if name != "vllm":  # vLLM configures itself from the file given in VLLM_LOGGING
         logger.__class__ = _FileOnlyLogger
 
 
