@@ -24,7 +24,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from openrlhf.config.serving import BatchInferenceConfig, InferenceRewardConfig, SamplingConfig
-from openrlhf.datasets.chat import RENDERED, to_messages, wish_template, wrap_input
+from openrlhf.datasets.chat import (
+    RENDERED,
+    spelled_messages,
+    to_messages,
+    wish_template,
+    wrap_input,
+)
 from openrlhf.datasets.command_data import inference_data
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
@@ -51,12 +57,12 @@ from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.console import notice, say_notices
-from openrlhf.utils.framework_logs import redirect_framework_logs
+from openrlhf.utils.framework_logs import VLLM_LOGGING, redirect_framework_logs
 from openrlhf.utils.gpus import check_gpus
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.run_folder import BAD_ROWS_FILE
+from openrlhf.utils.run_folder import BAD_ROWS_FILE, LOGS
 from openrlhf.utils.tokenizer import (
     check_stop_ids,
     eos_token_ids,
@@ -81,11 +87,11 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     topology = Topology.from_env(local_rank=config.local_rank)
     output = Path(config.output_path)
     check_gpus()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    redirect_framework_logs(output.parent, f"batch_inference-{topology.rank}")
     if not topology.is_main:
         hide_bars()  # one rank draws for all
     task = BatchTask(config)
+    parts = Path(f"{output}.parts") / task.key  # on a disk that all ranks share
+    redirect_framework_logs(parts.parent, f"batch_inference-{topology.rank}")
     strategy = DeepSpeedStrategy(
         config.ds,
         seed=config.seed,
@@ -93,7 +99,6 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
         local_rank=config.local_rank,
     )
     strategy.setup()
-    parts = Path(f"{output}.parts") / task.key  # on a disk that all ranks share
     left: list[int] = []
     if topology.is_main:
         say_notices(task.samples.notices)
@@ -203,7 +208,7 @@ class BatchTask:
             raise RewardError(f"the reward model scored row {row_id + 1} with {reward}")
         row, column = self.rows[row_id], self.samples.output_column
         if column is None:  # the dialogue ends with the response
-            *asked, answer = to_messages(row[self.samples.input_column])
+            *asked, answer = to_messages(spelled_messages(row[self.samples.input_column]))
             return {"input": asked, "output": answer["content"], "reward": reward}
         return {**asked_columns(self.samples.asked(row)), "output": row[column], "reward": reward}
 
@@ -339,11 +344,13 @@ def scored(
 
 def unfinished_items(task: BatchTask, parts: Path) -> list[int]:
     """Return the items without rows in `parts`; throw away what other settings or data gave."""
+    others = {*parts.parent.iterdir()} - {parts, parts.parent / LOGS}
     if parts.exists():
         notice(f"going on with what is done in {parts.parent}")
-    elif parts.parent.exists():
+    elif others:
         notice(f"{parts.parent} belongs to other settings or data: starting anew")
-        shutil.rmtree(parts.parent)
+    for other in others:
+        shutil.rmtree(other)
     parts.mkdir(parents=True, exist_ok=True)
     done = read_parts(parts)
     return [item for item in task.items if item not in done]
@@ -377,6 +384,7 @@ def write_output(task: BatchTask, parts: Path, output: Path) -> None:
         notice(f"{len(rewards)} rewards: mean {mean:.3f}, standard deviation {spread:.3f}")
     notice(f"{len(kept)} rows written to {output}")
     shutil.rmtree(parts.parent)
+    os.environ.pop(VLLM_LOGGING, None)  # its file was there, too
 
 
 def beside(columns: Row, row: Row) -> Row:

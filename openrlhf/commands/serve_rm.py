@@ -422,11 +422,11 @@ def serve_rewards(config: ServeRewardConfig) -> None:
         model.load()
     service = RewardService(config, models)
     server = uvicorn.Server(uvicorn_config(build_app(service, token), config.limits))
-    notice(f"ready: {address}/get_reward")
     # uvicorn stops in order at either signal, and raises it again when it has ended.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
+        notice(f"ready: {address}/get_reward")
         server.run(sockets=[listener])
     if service.num_given_up:
         raise RewardError(

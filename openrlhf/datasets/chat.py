@@ -41,6 +41,10 @@ _ROLE_NAMES = {
     **dict.fromkeys(("function", "observation", "ipython", "tool_response"), "tool"),
 }
 _CALLS = ("function_call", "tool_call")  # roles whose text is the JSON of calls
+_CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
+_SPELLED_LIST = re.compile(
+    r"""\s*\[\s*\{\s*['"]\w+['"]\s*:(?=.*['"](?:role|from)['"]\s*:).*\}\s*\]\s*""", re.DOTALL
+)
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 RENDERED = "is_rendered"  # column of `batch_inference`: the prompt is text as the model read it
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -85,13 +89,49 @@ def to_messages(
     """
     if isinstance(value, str):
         return [{"role": text_role, "content": value}]
+    unread = set() if unread is None else unread
     if isinstance(value, Mapping):
-        value = value.get("messages") or value.get("conversations") or [value]
+        key = next((key for key in ("messages", "conversations") if value.get(key)), None)
+        if key is not None:
+            unread |= {f"'{other}' beside '{key}'" for other in _keys_of(value) - {key}}
+        value = [value] if key is None else value[key]
     if not isinstance(value, (list, tuple)):
         raise RowError(f"{type(value).__name__} instead of text or a message list")
     if not value:
         raise RowError("an empty message list")
-    return [_to_message(item, set() if unread is None else unread) for item in value]
+    return [_to_message(item, unread) for item in value]
+
+
+def spelled_messages(value: object) -> object:
+    """Return the message list that a text spells as JSON, as in a cell of a CSV file; anything else
+    as it is. Raise RowError for a message list in another notation.
+    """
+    if not isinstance(value, str) or not _SPELLED_LIST.fullmatch(value):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RowError(
+            f"a message list in another notation than JSON: {error}. Write it with json.dumps"
+        ) from error
+    is_list = all(
+        isinstance(item, dict) and (item.get("role") or item.get("from")) for item in found
+    )
+    return found if is_list else value
+
+
+def history_messages(value: object) -> list[Message]:
+    """Return the messages of a column `history`: pairs of question and answer, or messages."""
+    found = _from_json(value, "'history'") if isinstance(value, str) else value
+    if not isinstance(found, (list, tuple)):
+        raise RowError(f"'history' is {value!r}, not a list")
+    if any(isinstance(turn, Mapping) for turn in found):
+        return to_messages(found)
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in found):
+        raise RowError("'history' is no list of pairs, each of a question and its answer")
+    roles = ("user", "assistant")
+    turns = [{"role": r, "content": t} for pair in found for r, t in zip(roles, pair, strict=True)]
+    return [_to_message(turn, set()) for turn in turns]
 
 
 @lru_cache(maxsize=4)
@@ -384,19 +424,27 @@ def _to_message(item: object, unread: set[str]) -> Message:
     role = _ROLE_NAMES.get(str(name).lower())
     if role is None:
         raise RowError(f"unknown role {name!r}; roles are {', '.join(ROLES)}")
-    content = item.get("content")
-    content = item.get("value") if content is None else content
+    given = [key for key in ("content", "value") if item.get(key) is not None]
+    called = [key for key in ("tool_calls", "function_call") if item.get(key)]
+    unread |= {f"'{key}' of messages" for key in (*given[1:], *called[1:])}
+    content = item[given[0]] if given else None
+    calls = item[called[0]] if called else None
     others = {
         key: _without_nulls(value)
         for key, value in item.items()
         if key not in ("role", "from", "content", "value", "tool_calls", "function_call")
         and value is not None
     }
-    calls = item.get("tool_calls") or item.get("function_call")
+    thoughts: list[object] = [None, ""]
+    for key in REASONING:  # data sets leave it empty, or give it under two names
+        if others.get(key) in thoughts:
+            others.pop(key, None)
+        else:
+            thoughts.append(others[key])
     if str(name).lower() in _CALLS:
         calls, content = content, None
     if calls:
-        others["tool_calls"] = _tool_calls(calls)
+        others["tool_calls"] = _tool_calls(calls, unread)
     if content is None and not others:
         raise RowError(f"a {role} message without content")
     return {"role": role, "content": _content(content, role, unread), **others}
@@ -409,10 +457,12 @@ def _content(content: object, role: str, unread: set[str]) -> object:
     parts = content if isinstance(content, (list, tuple)) else []
     texts = [_text_of(part) for part in parts]
     if parts and None not in texts:
-        keys = {key for part in parts if isinstance(part, Mapping) for key in _without_nulls(part)}
+        keys = {key for part in parts if isinstance(part, Mapping) for key in _keys_of(part)}
         unread |= {f"'{key}' of content parts" for key in keys - {"type", "text"}}
         return "".join(map(str, texts))
-    if role == "tool" and isinstance(content, (list, tuple, Mapping)):
+    # What a part is of stands under the name of its type; a tool's own values have no such form.
+    has_parts = any(isinstance(p, Mapping) and str(p.get("type")) in p for p in parts)
+    if role == "tool" and isinstance(content, (list, tuple, Mapping)) and not has_parts:
         return _without_nulls(content)
     bad: Any = parts[texts.index(None)] if parts else content
     kind = bad.get("type") if isinstance(bad, Mapping) else type(bad).__name__
@@ -426,9 +476,9 @@ def _text_of(part: object) -> str | None:
     return part if isinstance(part, str) else None
 
 
-def _tool_calls(value: object) -> list[Message]:
+def _tool_calls(value: object, unread: set[str]) -> list[Message]:
     """Return calls as OpenAI's API writes them, but with arguments as objects, which is how most
-    templates read them.
+    templates read them. `unread` gets the names of what is left out.
     """
     if isinstance(value, str):
         value = _from_json(value, "a tool call")
@@ -436,6 +486,10 @@ def _tool_calls(value: object) -> list[Message]:
     for call in value if isinstance(value, (list, tuple)) else [value]:
         call = call if isinstance(call, Mapping) else {}
         function: Any = call.get("function") or call
+        if not isinstance(function, Mapping):
+            raise RowError("a tool call is no object with a name and arguments")
+        keys = _keys_of(call) | _keys_of(function)
+        unread |= {f"'{key}' of tool calls" for key in keys - _CALL_KEYS}
         name, arguments = function.get("name"), function.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = _from_json(arguments, "the arguments of a tool call")
@@ -447,6 +501,11 @@ def _tool_calls(value: object) -> list[Message]:
         made = {"name": name, "arguments": arguments}
         calls.append({"type": "function", **links, "function": made})
     return calls
+
+
+def _keys_of(value: Mapping[str, Any]) -> set[str]:
+    """Return the keys that have values: a table sets those of other rows to null."""
+    return {key for key, each in value.items() if each is not None}
 
 
 def _without_nulls(value: Any) -> Any:

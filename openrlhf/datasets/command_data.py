@@ -100,7 +100,8 @@ def prompt_data(config: GenerationRunConfig) -> DataSet:
     """Return the prompts that get samples."""
     data = config.data
     options = _options(data, config.train.seed, data.prompt_split)
-    form = _prompt_format(data, label_key=data.label_key)
+    has_agents = config.train.agent_func_path is not None
+    form = _prompt_format(data, label_key=data.label_key, has_agents=has_agents)
     options |= _expected(data, data.prompt_probs)
     return DataSet(data.prompt_dataset or "", options, PromptDataset, form)
 

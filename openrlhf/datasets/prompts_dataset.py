@@ -47,7 +47,7 @@ class PromptDataset(TokenizedDataset):
     def __getitem__(self, index: int) -> PromptRecord:
         [(token_ids, _)], extra = self._example(index)
         stored = self._rows[self.row_ids[index]]
-        row, label_key = self._completed(stored), self._format.label_key
+        row, label_key = self._read(stored), self._format.label_key
         return PromptRecord(
             row_id=self.row_ids[index],
             prompt_text=extra["text"],
@@ -66,7 +66,7 @@ class PromptDataset(TokenizedDataset):
         """Return the prompt of `index` without what stands around it: messages, or text as the
         model reads it.
         """
-        row = self.row(self.row_ids[index])
+        row = self._read(self._rows[self.row_ids[index]])
         if self._holds_messages(row):
             return self._asked_part(row)
         if self._format.around is None:
@@ -86,6 +86,8 @@ class PromptDataset(TokenizedDataset):
         there for reward functions.
         """
         known = {*PROMPT_COLUMNS, *DIALOGUE_COLUMNS} & {*super()._unread_columns(read)}
+        if self._format.has_agents:
+            known.discard("chat_template_kwargs")
         return sorted(known)
 
     def _settle(self) -> None:

@@ -21,7 +21,6 @@ Message = dict[str, object]
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing; templates read either
 TURN_WEIGHTS = ("weight", "train", "loss_mask")  # 0: the turn is not learnt
 _THOUGHTS = re.compile(r"(</?think>)")
-_TOOL = {"name": "{0}", "description": "d", "parameters": {"type": "object", "properties": {}}}
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,7 @@ def planted(
     garden = _Garden()
     shape = [garden.plant(m, i, is_learnt=i in learnt) for i, m in enumerate(messages)]
     if tools:
-        function = {**_TOOL, "name": garden.sentinel("tools", key="tools")}
-        is_wrapped = isinstance(tools[0], Mapping) and "function" in tools[0]
-        tools = [{"type": "function", "function": function} if is_wrapped else function]
+        tools = [garden.tool(tools)]
     fields = [(each.sentinel, each.name, each.key) for each in garden.fields]
     return json.dumps([shape, fields, tools, variables, is_prompt], default=str)
 
@@ -138,10 +135,30 @@ class _Garden:
     def _call(self, call: Mapping[str, Any], place: str) -> Message:
         name = f"{place}: its tool calls"
         held = call["function"]["arguments"]
-        arguments = {self.sentinel(name): self.sentinel(name)} if held else {}
+        arguments: Message = {self.sentinel(name): self.sentinel(name)} if held else {}
+        lists = [value for value in held.values() if isinstance(value, list)]
+        if any(isinstance(value, dict) for value in held.values()):
+            arguments[self.sentinel(name)] = {self.sentinel(name): self.sentinel(name)}
+        if any(isinstance(item, dict) for items in lists for item in items):
+            arguments[self.sentinel(name)] = [{self.sentinel(name): self.sentinel(name)}]
         links = {"id": self._link(call["id"])} if "id" in call else {}
         function = {"name": self.sentinel(name), "arguments": arguments}
         return {**call, **links, "function": function}
+
+    def tool(self, tools: Sequence[Any]) -> Message:
+        """Return a tool with what any of these has."""
+        given = [tool for tool in tools if isinstance(tool, Mapping)]
+        functions = [tool.get("function") or tool for tool in given]
+        function: Message = {"name": self.sentinel("tools", key="tools"), "description": "d"}
+        properties: Message = {}
+        if any(each.get("description") for each in functions):
+            function["description"] = self.sentinel("tools", key="'description' of tools")
+        if any((each.get("parameters") or {}).get("properties") for each in functions):
+            name = self.sentinel("tools", key="'parameters' of tools")
+            properties = {name: {"type": "string", "description": "d"}}
+        function["parameters"] = {"type": "object", "properties": properties}
+        is_wrapped = any("function" in tool for tool in given)
+        return {"type": "function", "function": function} if is_wrapped else function
 
     def _link(self, value: object) -> str:
         return self._links.setdefault(str(value), f"{len(self._links):09d}")
@@ -178,6 +195,8 @@ def writing_of(tokenizer: Tokenizer, template: str, shape: str) -> Writing:
         lost = next(_lost(text, fields), None)
         if lost is None:
             unread = {f.key for f in fields if f.key and not _is_read(f, text, template)}
+            if "tools" in unread:
+                unread = {name for name in unread if not name.endswith(" of tools")}
             unread |= {
                 f"'{n}' of chat_template_kwargs" for n in variables if not names(template, n)
             }

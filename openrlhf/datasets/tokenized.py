@@ -34,9 +34,11 @@ from openrlhf.datasets.chat import (
     fill_template,
     frame_of,
     has_placeholder,
+    history_messages,
     is_blank,
     plain_text,
     render,
+    spelled_messages,
     to_messages,
     without_answer,
 )
@@ -105,6 +107,7 @@ class RowFormat:
     max_len: int | None = 2048  # tokens; None for no limit
     overlong: str = "filter"  # filter | truncate | truncate_left | error
     bad_rows: str = "fail"  # fail | skip
+    has_agents: bool = False  # whose server renders what clients send, with a row's variables
     allow_special_tokens: bool = True  # those spelled in plain text are what they say
 
     @property
@@ -299,6 +302,14 @@ class TokenizedDataset(ABC):
             found["instruction"] = f"{row['instruction']}\n{row[self._joined]}"
         return found
 
+    def _read(self, row: Row) -> dict[str, Any]:
+        """Return a completed row with message lists in place of the texts that spell them; raise
+        RowError.
+        """
+        found, form = self._completed(row), self._format
+        named = () if form.pretrain_mode else {*self._columns} - {None, form.label_key}
+        return {**found, **{name: spelled_messages(found[name]) for name in named}}
+
     def row(self, row_id: int) -> dict[str, Any]:
         """Return a row with what stands in several columns, or within one, under one name."""
         return self._completed(self._rows[row_id])
@@ -312,12 +323,7 @@ class TokenizedDataset(ABC):
         found = to_messages(row[column], text_role=text_role, unread=self._encoder.unread)
         system, history = row.get("system"), row.get("history")
         if begins and history:
-            before = [
-                {"role": role, "content": text}
-                for pair in history
-                for role, text in zip(("user", "assistant"), pair, strict=True)
-            ]
-            found = to_messages(before) + found
+            found = history_messages(history) + found
         if begins and system and found[0]["role"] not in ("system", "developer"):
             found = to_messages([{"role": "system", "content": system}]) + found
         return found
@@ -474,7 +480,7 @@ class TokenizedDataset(ABC):
         tokens: list[Tokens] = []
         extra, left_out, problem, is_truncated = None, "", "", False
         try:
-            tokens, extra = self._tokens_of(self._completed(row))
+            tokens, extra = self._tokens_of(self._read(row))
             longest = max(len(part.ids) for part in tokens)
             if form.max_len is not None and longest > form.max_len:
                 if form.overlong == "error":
@@ -601,9 +607,15 @@ def pick_columns(found: Sequence[str], *wanted: tuple[str | None, Sequence[str],
 
 
 def holds_dialogues(rows: Dataset, column: str) -> bool:
-    """Return True if the first value of a column that is not empty is a message list."""
+    """Return True if the first value of a column that is not empty is a message list, or spells
+    one.
+    """
     values = rows[column] if column in rows.column_names else (value_at(r, column) for r in rows)
-    return isinstance(next(filter(None, values), None), (list, tuple, Mapping))
+    try:
+        first = spelled_messages(next(filter(None, values), None))
+    except RowError:  # the row is refused where it is read
+        return True
+    return isinstance(first, (list, tuple, Mapping))
 
 
 def number_of(value: object) -> float | None:

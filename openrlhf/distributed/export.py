@@ -103,6 +103,8 @@ def write_folder(
     if generation_config is not None:
         mend_generation_config(generation_config, tokenizer)
     hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
+    if generation_config is not None and hasattr(hf_model, "peft_config"):
+        generation_config.save_pretrained(temporary)  # PEFT writes none
     config = base_model_of(hf_model).config
     if "value_head_prefix" in config.to_dict():  # an adapter's files have no place for it either
         config, tokenizer = scorable(config, tokenizer)

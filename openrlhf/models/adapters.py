@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from openrlhf.config.common import LoraConfig
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import REWARD_TASK
+from openrlhf.utils.tokenizer import own_generation_config
 
 ALL_LINEAR = "all-linear"
 SCALE_FIELDS = ("mean", "std")  # of a reward model's scores
@@ -136,6 +137,9 @@ def merge_adapter_into(model: PreTrainedModel, path: str | os.PathLike[str]) -> 
             f"The adapter at {path} cannot be merged: {first_line(error)} Train one without that."
         ) from error
     merged.requires_grad_(requires_grad=True)
+    own = own_generation_config(path)
+    if own is not None and merged.can_generate():
+        merged.generation_config = own
     merged.name_or_path = merged.config._name_or_path = str(path)
     return merged
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from openrlhf.utils.console import LOGGER
 from openrlhf.utils.run_folder import LOGS
 
+VLLM_LOGGING = "VLLM_LOGGING_CONFIG_PATH"  # which vLLM reads as it is imported
 LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 FRAMEWORK_LOGGERS = (
@@ -84,8 +85,8 @@ def redirect_framework_logs(
     """
     path = new_log(run_dir, role)
     quiet_frameworks()
-    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(_write_vllm_config(path))
-    handler = logging.FileHandler(path, delay=True)
+    os.environ[VLLM_LOGGING] = str(_write_vllm_config(path))
+    handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(LINE_FORMAT))
     logging.captureWarnings(capture=True)
     for name in FRAMEWORK_LOGGERS:
@@ -101,7 +102,7 @@ def _keep_in_file(name: str, handler: logging.Handler) -> None:
     logger = logging.getLogger(name)
     logger.handlers = [handler]
     logger.propagate = False
-    if name != "vllm":  # vLLM configures itself from the file given in VLLM_LOGGING_CONFIG_PATH
+    if name != "vllm":  # vLLM configures itself from the file given in VLLM_LOGGING
         logger.__class__ = _FileOnlyLogger
 
 

@@ -6,6 +6,7 @@ it does in a column of plain text, unless that is not trusted. Knows nothing of 
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from openrlhf.config.local_paths import is_template_text
@@ -200,11 +201,7 @@ def unused_sampling(model_name_or_path: str, chosen: Mapping[str, float]) -> lis
     """Return the line that names settings of a model's generation config which are not used;
     `chosen` are those that the command has flags for.
     """
-    if (base := base_of_adapter(model_name_or_path)) is not None:
-        return unused_sampling(base, chosen)
-    try:
-        given = transformers.GenerationConfig.from_pretrained(model_name_or_path)
-    except OSError:  # not every model has one
+    if (given := generation_config_of(model_name_or_path)) is None:
         return []
     neutral = {"top_k": 0, "min_p": 0, "repetition_penalty": 1}
     asked = {name: getattr(given, name) for name in neutral}
@@ -215,6 +212,23 @@ def unused_sampling(model_name_or_path: str, chosen: Mapping[str, float]) -> lis
     flags = " ".join(f"--{name} {asked[name]:g}" for name in unused if name in chosen)
     remedy = f". Type {flags} to use them" if flags else ""
     return [f"not used: {told} of the generation config of {model_name_or_path}{remedy}"]
+
+
+def own_generation_config(name_or_path: str | os.PathLike[str]) -> GenerationConfig | None:
+    """Return the generation config of a model or an adapter; None if it has none."""
+    try:
+        return GenerationConfig.from_pretrained(Path(name_or_path).expanduser())
+    except OSError:
+        return None
+
+
+def generation_config_of(name_or_path: str) -> GenerationConfig | None:
+    """Return the generation config of a model, or of an adapter or else its base; None if there is
+    none.
+    """
+    own = own_generation_config(name_or_path)
+    base = base_of_adapter(name_or_path) if own is None else None
+    return own if base is None else generation_config_of(base)
 
 
 def encode_text(
@@ -464,11 +478,10 @@ def _folder_with_tokenizer(name_or_path: str) -> str:
 
 def _configured_eos(model_name_or_path: str, trust_remote_code: bool = False) -> list[int | None]:
     """Return the ends of responses that a model's folder names."""
-    if (base := base_of_adapter(model_name_or_path)) is not None:
+    config = generation_config_of(model_name_or_path)
+    if config is None and (base := base_of_adapter(model_name_or_path)) is not None:
         return _configured_eos(base, trust_remote_code)
-    try:
-        config = transformers.GenerationConfig.from_pretrained(model_name_or_path)
-    except OSError:  # not every model has a generation config
+    if config is None:
         try:
             config = transformers.AutoConfig.from_pretrained(
                 model_name_or_path, trust_remote_code=trust_remote_code

@@ -1,6 +1,7 @@
 """batch_inference: rows in input order on any ranks, killed runs that go on, bad input."""
 
 import datetime
+import json
 import math
 import os
 import subprocess
@@ -117,6 +118,24 @@ def test_parts_of_other_settings_are_not_taken(
     assert "starting anew" in capfd.readouterr().out
     assert len(read_jsonl(folder / "anew.jsonl")) == NUM_PROMPTS
     assert "stale" not in (folder / "anew.jsonl").read_text()
+
+
+def test_nothing_is_left_beside_the_output(folder: Path) -> None:
+    paths = {"output_path": "new/out.jsonl"}
+    with pytest.raises(ConfigError, match="--stop_token_ids 999999 is no token of the model"):
+        run_batch_inference(config_of(folder, "generate", "--stop_token_ids 999999", **paths))
+    assert not (folder / "new").exists()
+    run_batch_inference(config_of(folder, "generate", GREEDY, **paths))
+    assert [path.name for path in (folder / "new").iterdir()] == ["out.jsonl"]
+
+
+def test_dialogues_as_text_of_json_are_scored_as_dialogues(folder: Path) -> None:
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    write_jsonl(folder / "spelled.jsonl", [{"messages": json.dumps(turns)}])
+    paths = {"pretrain": "reward", "dataset": "spelled.jsonl", "output_path": "spelled-out.jsonl"}
+    run_batch_inference(config_of(folder, "rm", "--input_key messages --output_key null", **paths))
+    [row] = read_jsonl(folder / "spelled-out.jsonl")
+    assert (row["input"], row["output"]) == (turns[:1], "2")
 
 
 def test_samples_of_a_prompt_differ_and_stand_together(folder: Path) -> None:

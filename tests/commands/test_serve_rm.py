@@ -23,6 +23,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.commands import serve_rm
 from openrlhf.commands.serve_rm import read_token
 from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
@@ -237,6 +238,25 @@ def test_ctrl_c_ends_a_server_that_loads_its_model_at_once(reward_dir):
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
     assert time.monotonic() - start < 10  # Python's own end takes a second or more
+
+
+def test_ctrl_c_as_soon_as_it_is_ready_stops_the_server(reward_dir, monkeypatch):
+    said = []
+
+    def hear(line: str) -> None:
+        said.append(line)
+        if line.startswith("ready"):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(serve_rm, "notice", hear)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    config = {"port": 0, "reward": {"model_name_or_path": str(reward_dir)}}
+    try:
+        serve_rm.serve_rewards(ServeRewardConfig.model_validate(config))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert said[-1] == "stopped: 0 texts scored in 0 forward passes"
 
 
 def test_what_cannot_be_served_is_said_before_anything_listens(reward_dir, tiny_model_dir, capsys):

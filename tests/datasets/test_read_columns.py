@@ -1,5 +1,6 @@
 """What a row holds is read by its meaning, or said not to be read."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 from datasets import Dataset
 
 from openrlhf.config.base import Caution
+from openrlhf.datasets.chat import to_messages
+from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.reward_dataset import PreferenceDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
@@ -76,6 +79,77 @@ def test_a_system_column_of_pairs_stands_before_their_question(tokenizer):
     assert tokenizer.decode(data[0].rejected_ids) == f"{asked}<|assistant|>no<|end|>"
 
 
+def test_message_lists_in_cells_of_a_csv_file_are_messages(tokenizer, tmp_path):
+    path, cells = tmp_path / "rows.csv", csv.writer
+    with path.open("w", newline="") as file:
+        cells(file).writerows([["messages", "system"], [json.dumps(DIALOGUE), "Be terse."]])
+    rows, asked = load_rows(str(path)), "<|system|>Be terse.<|end|><|user|>q<|end|><|assistant|>"
+    for form in (RowFormat(), RowFormat(apply_chat_template=True, multiturn=True)):
+        data = SFTDataset(rows, tokenizer, form)
+        assert tokenizer.decode(data[0].token_ids) == f"{asked}a<|end|>"
+    prompts = PromptDataset(rows, tokenizer, RowFormat())
+    assert prompts[0].prompt_text == asked
+    assert (
+        prompts[0].source
+        == prompts.asked(0)
+        == [{"role": "system", "content": "Be terse."}, *ASKED]
+    )
+    row = {
+        "input": '[{"value": 1}]',
+        "label": json.dumps(DIALOGUE),
+    }  # neither is a prompt of messages
+    data = PromptDataset(Dataset.from_list([row]), tokenizer, RowFormat(label_key="label"))
+    assert (data[0].prompt_text, data[0].label) == (row["input"], row["label"])
+
+
+def test_a_message_list_in_pythons_notation_is_refused_by_its_row(tokenizer, tmp_path):
+    rows = Dataset.from_list([{"messages": str(DIALOGUE)}])
+    told = "row 1: a message list in another notation than JSON: .*Write it with json.dumps"
+    for options in ({}, {"apply_chat_template": False}, {"apply_chat_template": True}):
+        with pytest.raises(DataError, match=told):
+            PromptDataset(rows, tokenizer, RowFormat(**options))
+    text = "Look at [{'role': 'user', 'content': 'q'}]: what is it?"
+    assert prompt(tokenizer, {"prompt": text})[0] == text
+    good = {"messages": json.dumps(DIALOGUE)}
+    rows = Dataset.from_list([good, *rows])
+    data = PromptDataset(rows, tokenizer, RowFormat(bad_rows="skip"))
+    write_bad_rows(tmp_path / "bad.jsonl", data)
+    assert json.loads((tmp_path / "bad.jsonl").read_text())["row"] == rows[1]
+
+
+@pytest.mark.parametrize("history", ['[["a", "b"]]', [{"role": "user", "content": "a"},
+                         {"role": "assistant", "content": "b"}]])  # fmt: skip
+def test_a_history_may_be_json_text_or_messages(tokenizer, history):
+    text, _ = sft(tokenizer, {"conversations": SHAREGPT, "history": history})
+    assert text.startswith("<|user|>a<|end|><|assistant|>b<|end|><|user|>hi<|end|>")
+
+
+@pytest.mark.parametrize("history", ["ab", ["ab"], [["a", "b", "c"]]])
+def test_another_history_is_refused_by_its_row(tokenizer, history):
+    with pytest.raises(DataError, match=r"row 1: 'history' is no (JSON|list of pairs)"):
+        sft(tokenizer, {"conversations": SHAREGPT, "history": history})
+
+
+def test_keys_beside_messages_and_second_names_are_listed(tokenizer):
+    calls = [
+        {"id": "c", "type": "function", "sig": "x", "function": {"name": "f", "arguments": "{}"}}
+    ]
+    called = {
+        "role": "assistant",
+        "content": "a",
+        "tool_calls": calls,
+        "function_call": {"name": "g"},
+    }
+    row = {"prompt": {"messages": [{**ASKED[0], "value": "r"}, called], "topic": "t"}}
+    unread: set[str] = set()
+    messages = to_messages(row["prompt"], unread=unread)
+    assert [message["content"] for message in messages] == ["q", "a"]
+    assert unread == {
+        *("'topic' beside 'messages'", "'value' of messages"),
+        *("'function_call' of messages", "'sig' of tool calls"),
+    }
+
+
 def test_columns_and_keys_that_are_not_read_are_listed_in_one_line(tokenizer):
     parts = [{"type": "text", "text": "q", "cache_control": "x"}]
     answers = [{"role": "user", "content": parts}]
@@ -92,6 +166,9 @@ def test_columns_and_keys_that_are_not_read_are_listed_in_one_line(tokenizer):
 def test_of_prompts_only_columns_with_a_meaning_are_listed(tokenizer):
     row = {"messages": DIALOGUE, "instruction": "x", "level": 3}
     assert prompt(tokenizer, row)[1][1] == "not read: 'instruction'"
+    row = {"prompt": "q", "chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt(tokenizer, row)[1][1] == "not read: 'chat_template_kwargs'"
+    assert len(prompt(tokenizer, row, has_agents=True)[1]) == 1  # the agents' server reads it
 
 
 THINKING = (

@@ -65,6 +65,14 @@ CASES = {
     "values": ([ASKED, CALLED, result({"sky": "Rain!"}), answer("Wet.")], ["Wet."], ["Rain!"], 42),
     "thoughts": ([ASKED, answer("There.", reasoning_content="Hmm.")], ["Hmm.", "There."], [], 29),
     "<think>": ([ASKED, answer("<think>\nHmm.\n</think>\n\nThere.")], ["Hmm.", "There."], [], 68),
+    "objects": ([ASKED, call({"at": {"city": "Bonn"}})], ["weather", "city", "Bonn"], [], 41),
+    "no thoughts": ([ASKED, answer("There.", reasoning_content="")], ["There."], [], 66),
+    "the same thoughts": (
+        [ASKED, answer("There.", reasoning="Hmm.", reasoning_content="Hmm.")],
+        ["Hmm.", "There."],
+        [],
+        29,
+    ),
     "a name": ([user("Where?", name="Tom"), answer("There.")], ["There."], ["Where?"], 66),
 }
 PYTHON_TEXT = ("'Bonn'}", "'text': '", "'sky':", '\\"city', '\\"Bonn')
@@ -139,6 +147,30 @@ def test_the_template_for_tools_is_taken_where_there_are_tools(plain):
     assert render_dialogue(TextEncoder(plain), dialogue).text.startswith("<|im_start|>")
 
 
+def test_objects_in_arguments_that_would_be_python_text_are_a_row_error(plain):
+    each = "{% for k, v in m.tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    named = "{{ m.tool_calls[0].function.name }}"
+    printed = CHATML.replace("{{ m.content }}", f"{{% if m.tool_calls %}}{named}{each}{{% else %}}"
+                             "{{ m.content }}{% endif %}")  # fmt: skip
+    plain.chat_template = printed
+    dialogue = to_messages([ASKED, call({"city": "Bonn", "days": [1, 2]})])
+    assert "city=Bonn" in render_dialogue(TextEncoder(plain), dialogue).text
+    for found in ({"at": {"city": "Bonn"}}, {"all": [{"city": "Bonn"}]}):
+        told = refusal(plain, printed, [ASKED, call(found)])
+        assert told.endswith("would be written by the chat template as the text of an object")
+
+
+def test_parts_of_tools_that_the_template_does_not_write_are_said(plain):
+    plain.chat_template, encoder = (
+        f"{{{{ (tools or [{{}}])[0].name }}}}{CHATML}",
+        TextEncoder(plain),
+    )
+    properties = {"city": {"type": "string"}}
+    weather = {"name": "f", "description": "d", "parameters": {"properties": properties}}
+    render_dialogue(encoder, to_messages([ASKED, answer("There.")]), tools=[weather])
+    assert encoder.unread == {"'description' of tools", "'parameters' of tools"}
+
+
 def test_tools_that_the_template_does_not_write_are_said(plain):
     plain.chat_template, encoder = CHATML, TextEncoder(plain)
     dialogue = to_messages([ASKED, answer("There.")])
@@ -198,3 +230,13 @@ def test_a_part_that_is_no_text_is_a_row_error(plain):
     picture = [*text("What?"), {"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(RowError, match="content of type 'image_url' in the user's message; only"):
         to_messages([user(picture), answer("A cat.")])
+    shot = [*text("Here:"), {"type": "image", "image": "x"}]
+    with pytest.raises(RowError, match="content of type 'image' in the tool's message; only text"):
+        to_messages([ASKED, CALLED, result(shot)])
+    listed = [{"type": "file", "path": "a.txt"}]  # values of the tool's own
+    assert to_messages([ASKED, CALLED, result(listed)])[2]["content"] == listed
+
+
+def test_a_call_that_names_its_function_alone_is_a_row_error():
+    with pytest.raises(RowError, match="a tool call is no object with a name and arguments"):
+        to_messages([ASKED, answer(None, tool_calls=[{"function": "weather"}])])

@@ -19,7 +19,7 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
-from openrlhf.utils.tokenizer import load_tokenizer
+from openrlhf.utils.tokenizer import generation_config_of, load_tokenizer
 from tests.distributed.spawn import run_ranks
 from tests.models.helpers import command, scores_of
 from tests.tiny import make_model, make_tokenizer
@@ -142,6 +142,22 @@ def test_an_export_stops_at_the_token_that_ends_turns(
     write_folder(model, model.state_dict(), tokenizer, tmp_path / "out")
     told = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert told["eos_token_id"] == written
+
+
+def test_an_adapter_stops_at_the_token_that_ends_turns(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    tokenizer.eos_token = "<|pad|>"  # as of a base model; turns end with <|end|>
+    model.generation_config.eos_token_id = 0
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config)
+    write_folder(adapted, adapted.state_dict(), tokenizer, tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert told["eos_token_id"] == [0, 1]
+    assert generation_config_of(str(tmp_path / "out")).eos_token_id == [0, 1]
+    (tmp_path / "out" / "generation_config.json").unlink()  # then the base's counts
+    assert generation_config_of(str(tmp_path / "out")).eos_token_id == 1
 
 
 def test_the_model_card_names_no_folder_of_the_machine() -> None:

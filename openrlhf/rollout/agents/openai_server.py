@@ -24,12 +24,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from openrlhf.datasets.chat import Message, RowError, render, to_messages
+from openrlhf.datasets.template_fields import REASONING
 from openrlhf.engines.base import Completion
 from openrlhf.errors import ConfigError, EngineError
 from openrlhf.rollout.agents.episode import Episode, TextCodec, sample_turn, stop_texts
 from openrlhf.utils.agent import AgentError, BadAnswerError, OpenAISession
 
-KEPT_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
+KEPT_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
 # The form that Hermes and Qwen models write: one JSON object between two marks, any number of them.
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
