@@ -1,13 +1,12 @@
 """Processes in which user code runs, and the calls between such a worker and this process.
 
 A model's code may have run in a worker. So what it sends is JSON of limited size, which is never
-unpickled, behind a token: a line without it, which code or its children may write to any
+unpickled, behind a line with a token: what has none, as code or its children may write to any
 descriptor, is no message. The other way is trusted, and pickled.
 """
 
 import asyncio
 import atexit
-import base64
 import itertools
 import json
 import multiprocessing
@@ -31,7 +30,7 @@ from openrlhf.utils.agent import AgentError
 from openrlhf.utils.threads import LoopThread
 from openrlhf.utils.user_code import in_words
 
-MAX_LINE_BYTES = 2**28
+MAX_BYTES = 2**28  # of a message of a worker
 START_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as loading a model
 LATE_SIGNAL = signal.SIGUSR1  # to a worker at its limit, which then says where it is
 LAST_WORDS_S = 1.0  # for that, and from the end of a worker to the end of what it sent
@@ -61,7 +60,7 @@ class Channel:
     async def open(self, connection: socket.socket) -> None:
         """Get ready to call; `listen` takes the answers."""
         self._reader, self._writer = await asyncio.open_unix_connection(
-            sock=connection, limit=MAX_LINE_BYTES
+            sock=connection, limit=MAX_BYTES
         )
 
     async def call(self, *arguments: Any) -> Any:
@@ -85,10 +84,13 @@ class Channel:
         is no message; then end what is under way.
         """
         try:
-            with suppress(ConnectionError):  # of a process that was killed
+            with suppress(ConnectionError, asyncio.IncompleteReadError):  # the process was killed
                 while (line := await self._reader.readline()).endswith(b"\n"):
                     if line.startswith(self._token):
-                        self._take(*self._decode(line.removeprefix(self._token)))
+                        size = int(line.removeprefix(self._token))
+                        if size > MAX_BYTES and self._decode is from_json:
+                            raise ValueError("too long")
+                        self._take(*self._decode(await self._reader.readexactly(size)))
         finally:
             self._writer.close()
             for task in self._served.values():
@@ -118,27 +120,18 @@ class Channel:
 
     def _send(self, *message: Any) -> None:
         if not self._writer.is_closing():  # a line of its own, wherever somebody else may have been
-            self._writer.write(b"\n" + self._token + self._encode(message) + b"\n")
-
-
-def to_pickle(message: Message) -> bytes:
-    """Return a message to a worker as one line."""
-    return base64.b64encode(pickle.dumps(message))
-
-
-def from_pickle(line: bytes) -> Message:
-    """Return a message of the process that started this one."""
-    return pickle.loads(base64.b64decode(line))
+            data = self._encode(message)
+            self._writer.writelines([b"\n%s%d\n" % (self._token, len(data)), data])
 
 
 def to_json(message: Message) -> bytes:
-    """Return a message of a worker as one line, with dataclasses and errors as objects."""
+    """Return a message of a worker, with dataclasses and errors as objects."""
     return json.dumps(message, default=_fields).encode()
 
 
-def from_json(line: bytes) -> Message:
+def from_json(data: bytes) -> Message:
     """Return a message of a worker; some error is raised for anything else."""
-    kind, number, value = json.loads(line)
+    kind, number, value = json.loads(data)
     return kind, number, _error_of(**value) if kind == "error" else value
 
 
@@ -189,7 +182,7 @@ class WorkerProcess:
         process = context.Process(target=target, args=(theirs, token, path, *arguments))
         with theirs, _undisturbed():
             process.start()
-        channel = Channel(token, serve, to_pickle, from_json)
+        channel = Channel(token, serve, pickle.dumps, from_json)
         await channel.open(ours)
         worker = cls(process, channel)
         try:
@@ -262,7 +255,7 @@ class WorkerProcess:
             how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
             why = f"ended its process ({how})"
             if listening.done() and not listening.cancelled() and listening.exception():
-                why = f"sent half a message, or one of over {MAX_LINE_BYTES // 2**20} MiB"
+                why = f"sent half a message, or one of over {MAX_BYTES // 2**20} MiB"
             listening.cancel()
             self._end_error = self._end_error or ConnectionError(why)
 
@@ -295,7 +288,7 @@ def attend(connection: socket.socket, token: str, serve: Serve) -> tuple[LoopThr
     signal.sigtimedwait([signal.SIGINT], 0)  # one that came before
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     connection.set_inheritable(False)
-    thread, channel = LoopThread("parent"), Channel(token, serve, to_json, from_pickle)
+    thread, channel = LoopThread("parent"), Channel(token, serve, to_json, pickle.loads)
     thread.run(channel.open(connection))
     listening = asyncio.run_coroutine_threadsafe(channel.listen(), thread.loop)
     listening.add_done_callback(lambda _: kill_tree(os.getpid()))

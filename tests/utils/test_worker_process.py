@@ -20,20 +20,20 @@ class Payload:
         return open, (str(self.path), "w")
 
 
-def send(connection: socket.socket, token: str, path: str, message: bytes) -> None:
+def send(connection: socket.socket, token: str, path: str, sent: bytes) -> None:
     """A worker that knows the token and sends something else."""
-    connection.sendall(f"\n{token}".encode() + message + b"\n")
+    connection.sendall(f"\n{token}".encode() + sent)
     time.sleep(60)
 
 
 def test_a_worker_that_sends_no_json_is_ended_and_nothing_is_unpickled(tmp_path):
     made = tmp_path / "made"
-    packed = pickle.dumps(Payload(made), protocol=0).replace(b"\n", b" ")
-    nested = b"[" * 100_000
-    for message in (packed, b'["answer", 0', b'["error", 0, {"name": []}]', b"7", nested):
+    packed, nested = pickle.dumps(Payload(made)), b"[" * 100_000
+    messages = (packed, b'["answer", 0', b'["error", 0, {"name": []}]', b"7", nested)
+    for sent in [*(b"%d\n%s" % (len(data), data) for data in messages), b"999999999\n", b"x\n"]:
 
-        async def start(message: bytes = message) -> None:
-            await WorkerProcess.start(send, "my.py", message, serve=refuse)
+        async def start(sent: bytes = sent) -> None:
+            await WorkerProcess.start(send, "my.py", sent, serve=refuse)
 
         with pytest.raises(ConfigError, match=r"^my.py: the file sent half a message"):
             asyncio.run(asyncio.wait_for(start(), 50))
