@@ -66,7 +66,7 @@ WALKS = {
 }
 
 MAX_ROOMS = 15  # functions that a flag passes, from parsing to the line that obeys it
-TO_PARSING = ["cli/train_ppo_local.py:main", "cli/runner.py:imported"]
+TO_PARSING = ["cli/train_ppo.py:main", "cli/runner.py:imported"]
 REWARD_CLIP_RANGE = [
     "cli/runner.py:run",
     "config/cli.py:read_config",
