@@ -33,7 +33,7 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
 from openrlhf.rewards.function import CallableReward
 from openrlhf.utils import stopping
-from openrlhf.utils.callbacks import Callback, CallbackErrorAlone
+from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.console import say_notices
 from openrlhf.utils.framework_logs import quiet_frameworks
 from openrlhf.utils.given_objects import as_paths, is_object
@@ -145,7 +145,7 @@ class Supervised(Method[ConfigT]):
         config = self._given(config, settings)
         run = resolve_name("openrlhf.commands.train_supervised:run_supervised")
         recipe = trainer or resolve_name(self.recipe)
-        with stopping.listening(), CallbackErrorAlone():
+        with stopping.listening():
             run(recipe, config, callbacks=callbacks)
         return Result(Path(config.ckpt.output_dir).resolve())
 
@@ -208,7 +208,7 @@ class Reinforcement(Rewarded[PPOConfig]):
             )
         make_trainer = partial(trainer or own_class, callbacks=callbacks)
         source, run = self._source(config, reward), resolve_name(self.run)
-        with stopping.listening(), CallbackErrorAlone():
+        with stopping.listening():
             run(config, make_trainer, reward_source=source)
         return Result(Path(config.ckpt.output_dir).resolve())
 

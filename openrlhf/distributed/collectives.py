@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import CheckpointError, EngineError, first_line
 from openrlhf.utils.console import warn
+from openrlhf.utils.progress import Quiet
 from openrlhf.utils.rendezvous import open_store
 
 Thing = TypeVar("Thing")
@@ -32,7 +33,6 @@ RANK_TIMEOUT_S = 600.0
 PATIENCE = 3.0  # of ranks with one another: while one of them writes a model the others wait
 BEAT = b"beat"
 BEAT_EVERY_S = 2.0
-SAY_AFTER_S = 20.0  # then after twice as long, and so on
 
 # DeepSpeed looks for an accelerator when it is first imported, be it by transformers.
 if not torch.cuda.is_available():
@@ -239,7 +239,7 @@ def _watch(
     own: socket.socket, listener: Any, who: str, deadline_s: float, is_over: threading.Event
 ) -> None:
     """Tell one rank that this one is alive, and hear it of another, until the block is over."""
-    quiet_s, say_after_s, before = 0.0, SAY_AFTER_S, time.monotonic()
+    quiet, before = Quiet(), time.monotonic()
     is_heard = False  # until its first beat: networks may keep datagrams back
     while True:
         with suppress(OSError):
@@ -251,17 +251,18 @@ def _watch(
             while True:
                 is_beating = bool(own.recv(len(BEAT)))
         # A rank that was itself stopped for an hour has not seen the other one rest.
-        quiet_s, before = quiet_s + min(now - before, 2 * BEAT_EVERY_S), now
+        is_due, before = quiet.add(min(now - before, 2 * BEAT_EVERY_S)), now
         if is_beating:
-            quiet_s, say_after_s, is_heard = 0.0, SAY_AFTER_S, True
+            quiet.reset()
+            is_heard, is_due = True, False
         if not is_heard:
             continue
-        said = f"{who} has not responded for {quiet_s:.0f} s while the other ranks wait for it"
-        if quiet_s >= deadline_s:
+        waits = "while the other ranks wait for it"
+        said = f"{who} has not responded for {quiet.seconds:.0f} s {waits}"
+        if quiet.seconds >= deadline_s:
             message = f"{said} (--rank_timeout_s {deadline_s:g})"
             sys.stderr.write(f"error: {message}\n")
             sys.stderr.flush()
             os._exit(EngineError.exit_code)
-        if quiet_s >= say_after_s:
-            say_after_s *= 2
+        if is_due:
             warn(f"{said}; the run ends after {deadline_s:g} s (--rank_timeout_s).")

@@ -25,10 +25,10 @@ from openrlhf.rollout.rollout import GroupStream, Rollouts
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.utils.console import notice
 from openrlhf.utils.metrics import Metrics, timed
+from openrlhf.utils.progress import Quiet
 from openrlhf.utils.rollout import Rollout, fields_of
 from openrlhf.utils.threads import on_loop
 
-STALL_S = 20.0  # without a finished group until somebody who waits says so; then twice as long, ...
 WAIT_S = 4 * 3600.0  # for samples, or the end of running ones; no call of an engine takes longer
 CLOSE_S = 40.0  # until what runs must have ended
 
@@ -186,23 +186,23 @@ class RolloutQueue:
 
     async def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait for something that finished groups bring about."""
-        start = quiet_since = time.monotonic()
-        quiet_s = STALL_S
+        start, quiet = time.monotonic(), Quiet()
         while not is_so():
             if self._producer.done():
                 self._producer.result()
-            until_s = min(quiet_since + quiet_s, start + WAIT_S)
+            before, wait_s = time.monotonic(), quiet.say_after_s - quiet.seconds
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), until_s - time.monotonic())
-                quiet_since, quiet_s = time.monotonic(), STALL_S
+                left_s = start + WAIT_S - before
+                await asyncio.wait_for(self._news.wait(), min(wait_s, left_s))
+                quiet.reset()
             except TimeoutError:
                 waited_s = time.monotonic() - start
                 line = f"waited {waited_s:.0f} s for {what}: {self._progress()}"
                 if waited_s >= WAIT_S:
                     raise EngineError(line) from None
-                notice(line)
-                quiet_s *= 2
+                if quiet.add(wait_s):
+                    notice(line)
 
     def _progress(self) -> str:
         """Return the state of the samples that are waited for."""

@@ -21,16 +21,3 @@ class Callback:
 
     def on_save(self, trainer: Any, step: int, path: Path) -> None:
         """Called after a checkpoint, and at the end with the folder of the exported model."""
-
-
-class CallbackErrorAlone:
-    """Inside it, the traceback of a callback's error has no frames before the callback's."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        frames = error and error.__traceback__
-        while frames and not isinstance(frames.tb_frame.f_locals.get("self"), Callback):
-            frames = frames.tb_next
-        if error and frames:
-            error.__traceback__ = frames

@@ -5,6 +5,7 @@ work that lasts.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import rich.console
@@ -12,6 +13,7 @@ import rich.progress
 
 from openrlhf.utils.console import is_terminal, make_console
 
+SAY_AFTER_S = 20.0  # without progress
 DELAY_S = 1.0  # a bar appears when its work has lasted this long
 REDRAWS_PER_S = 4
 
@@ -19,6 +21,27 @@ ItemT = TypeVar("ItemT")
 # (num_done=1, total=None, completed=None): count more items, correct how many there are, or say how
 # many are done.
 Advance = Callable[..., None]
+
+
+@dataclass
+class Quiet:
+    """The time without progress of something that is waited for, and when to speak of it: after
+    20 s, then after twice as long, and so on.
+    """
+
+    seconds: float = 0.0
+    say_after_s: float = field(default_factory=lambda: SAY_AFTER_S)
+
+    def add(self, seconds: float) -> bool:
+        """Add time without progress; return True if it is time to speak of it."""
+        self.seconds += seconds
+        is_due = self.seconds >= self.say_after_s
+        self.say_after_s *= 2 if is_due else 1
+        return is_due
+
+    def reset(self) -> None:
+        """Begin anew: there was progress."""
+        self.seconds, self.say_after_s = 0.0, SAY_AFTER_S
 
 
 class Health(NamedTuple):

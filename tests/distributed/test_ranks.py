@@ -39,7 +39,7 @@ def test_a_world_that_cannot_be_divided_is_refused_with_both_numbers():
 def hearing(monkeypatch: pytest.MonkeyPatch, *said: bytes, deadline_s: float) -> list[int]:
     """Watch a rank that says so much and then nothing; the exit codes of half a second."""
     monkeypatch.setattr(collectives, "BEAT_EVERY_S", 0.02)
-    monkeypatch.setattr(collectives, "SAY_AFTER_S", 0.1)
+    monkeypatch.setattr("openrlhf.utils.progress.SAY_AFTER_S", 0.1)
     codes, is_over = list[int](), threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), is_over.set()))
     with (

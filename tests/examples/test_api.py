@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import traceback
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,7 @@ def test_data_and_models_in_memory_are_kept_beside_the_run_that_reads_them(names
     assert all(f"in_memory_inputs/{name}\n" in config for name in (dataset, eval_dataset, pretrain))
 
 
-def test_an_error_in_a_callback_has_no_frames_but_the_programs(
+def test_an_error_in_a_callback_ends_the_run_and_is_in_its_report(
     names: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Fails(Callback):
@@ -84,14 +83,13 @@ def test_an_error_in_a_callback_has_no_frames_but_the_programs(
             raise ValueError(f"step {step}")
 
     monkeypatch.chdir(names["folder"])
-    with pytest.raises(ValueError, match="step 1") as caught:
+    with pytest.raises(ValueError, match="step 1"):
         names["ppo_local"](
             reward=names["short_answers"],
             callbacks=[Fails()],
             **names["grpo"],
             save_path="output/failed",
         )
-    assert {frame.filename for frame in traceback.extract_tb(caught.tb)} == {__file__}
     report = Path("output/failed/report.html").read_text()
     assert "ended after step 1: ValueError: step 1" in report
 

@@ -11,7 +11,6 @@ import pytest
 
 from openrlhf.cli import train_ppo_ray
 from openrlhf.trainer.ppo_trainer import PPOTrainer
-from openrlhf.trainer.ray import watch
 from tests.helpers.processes import (
     SFT_FLAGS,
     environment,
@@ -43,7 +42,7 @@ def test_a_stopped_process_is_named_and_the_run_ends(
     title: str,
     who: str,
 ) -> None:
-    monkeypatch.setattr(watch, "SAY_AFTER_S", 5.0)
+    monkeypatch.setattr("openrlhf.utils.progress.SAY_AFTER_S", 5.0)
     report, stopped = PPOTrainer.report, list[psutil.Process]()
 
     def report_and_stop(trainer: PPOTrainer, global_step: int, *args: Any) -> None:

@@ -14,7 +14,7 @@ def watched(who: str = "actor rank 0", deadline_s: float = 600.0) -> Watched:
 def test_one_that_does_not_answer_or_stays_at_a_micro_batch_is_quiet():
     rank = watched()
     rank.hear(None, 2.0)
-    assert rank.quiet_s == 2.0
+    assert rank.quiet.seconds == 2.0
     for health, quiet_s in (
         (Health(None, 0, None, 7), 0.0),
         (Health(None, 0, None, 7), 0.0),  # idle
@@ -25,7 +25,7 @@ def test_one_that_does_not_answer_or_stays_at_a_micro_batch_is_quiet():
         (Health("updating the policy", 1, None, 7), 2.0),
     ):
         rank.hear(health, 2.0)
-        assert rank.quiet_s == quiet_s
+        assert rank.quiet.seconds == quiet_s
     expected = "actor rank 0 (pid 7) has not got on for 2 s while updating the policy"
     assert rank.describe() == expected
     rank.hear(None, 20.0)

@@ -19,12 +19,11 @@ from openrlhf.trainer.ray.deaths import death_of_ray, is_dead, is_stopped
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
-from openrlhf.utils.progress import Advance, Health, progress
+from openrlhf.utils.progress import Advance, Health, Quiet, progress
 
 ASK_EVERY_S = 2.0
 LOOK_EVERY_S = 0.2  # at Ray's own processes: soon after their death Ray ends this one too
 WAIT_S = 10.0  # at the beginning and at the end
-SAY_AFTER_S = 20.0  # then after twice as long, and so on
 
 
 @dataclass
@@ -36,9 +35,9 @@ class Watched:
     deadline_s: float
     deadline_flag: str
     last: Health | None = None
-    quiet_s: float = 0.0
+    quiet: Quiet = field(default_factory=Quiet)
+    is_due: bool = False  # to be spoken of
     is_responding: bool = True
-    say_after_s: float = field(default_factory=lambda: SAY_AFTER_S)
     asked: list[Any] = field(default_factory=list)  # the reference of an open request
     has_bar: bool = False  # whether its work is drawn
     bar: ExitStack = field(default_factory=ExitStack)
@@ -48,7 +47,10 @@ class Watched:
     def hear(self, health: Health | None, seconds: float) -> None:
         """Record a response, or that there was none for `seconds`."""
         is_stuck = health is None or (health.work is not None and health == self.last)
-        self.quiet_s = self.quiet_s + seconds if is_stuck else 0.0
+        if is_stuck:
+            self.is_due = self.quiet.add(seconds) or self.is_due
+        else:
+            self.quiet.reset()
         self.is_responding = health is not None
         self.last = health or self.last
 
@@ -78,7 +80,7 @@ class Watched:
         work = self.last.work if self.last is not None else None
         what = "has not got on" if self.is_responding else "has not responded"
         doing = f" while {work}" if work else ""
-        return f"{self.who}{pid} {what} for {self.quiet_s:.0f} s{doing}"
+        return f"{self.who}{pid} {what} for {self.quiet.seconds:.0f} s{doing}"
 
 
 class WatchedRay(Watched):
@@ -156,11 +158,11 @@ class Watch:
     def _judge(self) -> None:
         """Say who is quiet; kill who has reached the deadline."""
         for watched in self._watched:
-            if watched.quiet_s >= watched.deadline_s:
+            if watched.quiet.seconds >= watched.deadline_s:
                 self._kill(watched)
                 return
-            if watched.quiet_s >= watched.say_after_s:
-                watched.say_after_s *= 2
+            if watched.is_due:
+                watched.is_due = False
                 warn(
                     f"{watched.describe()}; the run ends after {watched.deadline_s:.0f} s "
                     f"({watched.deadline_flag})."
@@ -168,7 +170,8 @@ class Watch:
 
     def _kill(self, overdue: Watched) -> None:
         """End a process; of several, one that does not respond, for the others wait for it."""
-        silent = [w for w in self._watched if not w.is_responding and w.quiet_s > 2 * ASK_EVERY_S]
+        mute = [watched for watched in self._watched if not watched.is_responding]
+        silent = [watched for watched in mute if watched.quiet.seconds > 2 * ASK_EVERY_S]
         culprit = overdue if not overdue.is_responding else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
         self.failure = EngineError(f"{culprit.describe()}, and was ended ({limit})")
