@@ -32,7 +32,6 @@ from openrlhf.utils.worker_process import (
     START_TIMEOUT_S,
     WorkerProcess,
     attend,
-    refuse,
 )
 
 MIN_WORKERS, MAX_WORKERS = 4, 16
@@ -123,7 +122,7 @@ class FunctionPool(RewardSource):
     async def _start(self, log: Path, hint: str) -> WorkerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         words = (self.name, self.weights, self.memory_bytes, log)
-        return await WorkerProcess.start(serve, *words, serve=refuse, hint=hint)
+        return await WorkerProcess.start(serve, *words, hint=hint)
 
     async def _call(self, process: WorkerProcess, method: str, batch: RewardBatch) -> Any:
         try:

@@ -37,7 +37,7 @@ LAST_WORDS_S = 1.0  # for that, and from the end of a worker to the end of what 
 READ_S = 0.1  # for an answer that has come while this loop was held
 
 Message = tuple[str, int, Any]  # kind, number of the call, arguments or answer or error
-Serve = Callable[..., Coroutine[Any, Any, Any]]
+Serve = Callable[..., Coroutine[Any, Any, Any]] | None  # None: calls end the other process
 _STARTING = threading.Lock()
 
 
@@ -101,6 +101,7 @@ class Channel:
 
     def _take(self, kind: str, number: int, value: Any) -> None:
         if kind == "call":
+            assert self._serve is not None, "there is nothing to call"
             task = self._served[number] = asyncio.ensure_future(self._serve(*value))
             task.add_done_callback(partial(self._answer, number))
         elif kind == "cancel" and number in self._served:
@@ -166,7 +167,7 @@ class WorkerProcess:
         target: Callable[..., None],
         path: str,
         *arguments: Any,
-        serve: Serve,
+        serve: Serve = None,
         method: str = "spawn",
         hint: str = "",
     ) -> "WorkerProcess":
@@ -174,7 +175,7 @@ class WorkerProcess:
         `attend`, and have it answer "start"; raise ConfigError, with `hint`, if it does not.
 
         `path` is that of the user's file. `serve` is given the arguments of each call of the
-        process. `method` is one of multiprocessing.
+        process, which without it is ended for one. `method` is one of multiprocessing.
         """
         ours, theirs = socket.socketpair()
         token = secrets.token_hex(16)
@@ -258,11 +259,6 @@ class WorkerProcess:
                 why = f"sent half a message, or one of over {MAX_BYTES // 2**20} MiB"
             listening.cancel()
             self._end_error = self._end_error or ConnectionError(why)
-
-
-async def refuse(*arguments: Any) -> None:
-    """Serve a worker that has nothing to call."""
-    raise EngineError("there is nothing to call")
 
 
 @contextmanager

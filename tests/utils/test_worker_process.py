@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.errors import ConfigError
-from openrlhf.utils.worker_process import WorkerProcess, refuse
+from openrlhf.utils.worker_process import WorkerProcess
 
 
 class Payload:
@@ -33,7 +33,7 @@ def test_a_worker_that_sends_no_json_is_ended_and_nothing_is_unpickled(tmp_path)
     for sent in [*(b"%d\n%s" % (len(data), data) for data in messages), b"999999999\n", b"x\n"]:
 
         async def start(sent: bytes = sent) -> None:
-            await WorkerProcess.start(send, "my.py", sent, serve=refuse)
+            await WorkerProcess.start(send, "my.py", sent)
 
         with pytest.raises(ConfigError, match=r"^my.py: the file sent half a message"):
             asyncio.run(asyncio.wait_for(start(), 50))
