@@ -26,7 +26,7 @@ WALKS = {
             "rollout/scoring.py:score",
             "rewards/base.py:submit",
             "rewards/workers.py:score_part",
-            "rewards/workers.py:main",
+            "rewards/workers.py:serve",
             "rewards/function.py:answer",
         ],
     ),
