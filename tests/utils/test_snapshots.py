@@ -49,7 +49,7 @@ def test_ids_that_the_hub_does_not_have_are_listed_together() -> None:
     line = "--pretrain org/none --prompt_data org/rows,org/lost --remote_rm_url r.py --use_ms"
     with pytest.raises(ConfigError) as caught:
         fetched(line)
-    model, rows = caught.value.problems
+    model, rows = sorted(caught.value.problems)
     assert model.startswith("--pretrain org/none cannot be fetched from ModelScope: ")
     assert rows.startswith("--prompt_data org/lost cannot be fetched from ModelScope: ")
 
