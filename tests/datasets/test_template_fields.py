@@ -90,10 +90,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.mark.parametrize("name", CASES)
 def test_published_templates_write_each_field_as_it_is_meant_or_refuse_the_row(plain, name):
     messages, learnt, others, at_least = CASES[name]
-    written, encoder, dialogue = 0, TextEncoder(plain), to_messages(messages)
+    written, dialogue = 0, to_messages(messages)
     for template_name, template in TEMPLATES.items():
         plain.chat_template = template
-        encoder.unread.clear()
+        encoder = TextEncoder(plain)
         try:
             rendered = render_dialogue(encoder, dialogue, first=len(dialogue) - 1)
         except (RowError, ConfigError):
