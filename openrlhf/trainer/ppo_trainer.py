@@ -81,7 +81,7 @@ class PPOTrainer:
             batch_size=config.rollout.batch_size,
             group_filter=teaching if algo.dynamic_filtering_enable else None,
             num_at_once=config.rollout.vllm_generate_batch_size,
-            policy=FailurePolicy.of(config),
+            policy=FailurePolicy.of(config.reward, config.rollout.batch_size),
         )
         state.sampler = self.sampler
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from openrlhf.cli.main import COMMANDS
+from openrlhf.cli.main import command
 from openrlhf.config.cli import parse_config
 from openrlhf.utils.tracker import read_metrics
 from tests.source import ROOT
@@ -47,8 +47,7 @@ def for_7b(text: str) -> str:
 
 
 def config_class(name: str):
-    module = COMMANDS[command_of(name)][0]
-    return importlib.import_module(f"openrlhf.cli.{module}").main.config_class
+    return command(command_of(name)).config_class
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -58,16 +57,15 @@ def test_a_recipe_and_its_values_for_7b_are_understood_without_a_notice(name, tm
         path.write_text(text)
         assert parse_config(config_class(name), ["--config", str(path)]).notices == []
     assert "runs/tiny" not in yaml.safe_dump(yaml.safe_load(for_7b(RECIPES[name])))
-    for command, used, _ in COMMAND.findall(RECIPES[name]):
-        assert command_of(used) == command
+    for known, used, _ in COMMAND.findall(RECIPES[name]):
+        assert command_of(used) == known
 
 
 def run_small(name: str, *flags: str) -> None:
     """The command of a recipe in this process, without Ray and vLLM."""
-    command = command_of(name)
-    small = "" if name == "score" else SMALL[command]
-    module = COMMANDS["ppo-local" if command == "ppo" else command][0]
-    main = importlib.import_module(f"openrlhf.cli.{module}").main
+    known = command_of(name)
+    small = "" if name == "score" else SMALL[known]
+    main = command("ppo-local" if known == "ppo" else known)
     main(["--config", f"examples/configs/{name}.yaml", *small.split(), *flags])
 
 
