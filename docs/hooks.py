@@ -3,14 +3,13 @@
 import os
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from openrlhf.cli.main import COMMANDS
+from openrlhf.cli.main import COMMANDS, command
 from openrlhf.config.base import value_at, walk
 from openrlhf.config.cli import Reading
 
@@ -69,16 +68,16 @@ def file_page(path: str) -> str:
 def settings() -> str:
     """Return the tables of all settings, a section a command."""
     parts = ["# All settings\n\nThe first name of a setting is its path in a YAML file.\n"]
-    for name, (module, _) in COMMANDS.items():
+    for name in COMMANDS:
         if name not in WITHOUT_OWN:
             parts += [f"## openrlhf {name}\n", "| flag | default | meaning |", "|---|---|---|"]
-            parts += [*setting_rows(module), ""]
+            parts += [*setting_rows(name), ""]
     return "\n".join(parts)
 
 
-def setting_rows(module: str) -> Iterator[str]:
+def setting_rows(name: str) -> Iterator[str]:
     """Yield a row for each setting of a command."""
-    config_class = import_module(f"openrlhf.cli.{module}").main.config_class
+    config_class = command(name).config_class
     defaults = Reading(config_class).build()
     for option in walk(config_class):
         names = dict.fromkeys((option.path, *dict(option.names)))

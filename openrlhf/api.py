@@ -20,6 +20,7 @@ from openrlhf.config.cli import ConfigT, flag_table, parse_config, read_config
 from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.local_paths import path_notices
+from openrlhf.config.methods import METHODS
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import (
     DPOConfig,
@@ -127,10 +128,10 @@ class Method(Generic[ConfigT]):
 class Supervised(Method[ConfigT]):
     """Supervised training with a recipe."""
 
-    def __init__(self, config_class: type[ConfigT], recipe: str) -> None:
-        """`recipe` is the trainer, as `module:name`."""
-        super().__init__(config_class)
-        self.recipe = recipe
+    def __init__(self, name: str) -> None:
+        """`name` is that of the command."""
+        self.method = METHODS[name]
+        super().__init__(self.method.config_class)  # type: ignore[arg-type]
 
     def __call__(
         self,
@@ -144,7 +145,7 @@ class Supervised(Method[ConfigT]):
         """Train with a config, or with settings. `trainer` is a subclass of the method's own."""
         config = self._given(config, settings)
         run = resolve_name("openrlhf.commands.train_supervised:run_supervised")
-        recipe = trainer or resolve_name(self.recipe)
+        recipe = trainer or resolve_name(self.method.recipe)
         with stopping.listening():
             run(recipe, config, callbacks=callbacks)
         return Result(Path(config.ckpt.output_dir).resolve())
@@ -231,12 +232,12 @@ class Evaluating(Rewarded[EvaluateConfig]):
             return run(config, reward_source=self._source(config, reward))
 
 
-sft = Supervised(SFTConfig, "openrlhf.trainer.sft_trainer:SFTTrainer")
-rm = Supervised(RMConfig, "openrlhf.trainer.rm_trainer:RMTrainer")
-dpo = Supervised(DPOConfig, "openrlhf.trainer.dpo_trainer:DPOTrainer")
-kto = Supervised(KTOConfig, "openrlhf.trainer.kto_trainer:KTOTrainer")
-prm = Supervised(PRMConfig, "openrlhf.trainer.prm_trainer:PRMTrainer")
-kd = Supervised(KDConfig, "openrlhf.trainer.kd_trainer:KDTrainer")
+sft = Supervised[SFTConfig]("sft")
+rm = Supervised[RMConfig]("rm")
+dpo = Supervised[DPOConfig]("dpo")
+kto = Supervised[KTOConfig]("kto")
+prm = Supervised[PRMConfig]("rm")
+kd = Supervised[KDConfig]("kd")
 ppo = Reinforcement("openrlhf.commands.train_rl:run_ppo_ray")
 ppo_local = Reinforcement("openrlhf.commands.train_rl:run_ppo_local")
 evaluate = Evaluating(EvaluateConfig)

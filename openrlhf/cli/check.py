@@ -6,11 +6,11 @@ Exit code 0: nothing is wrong; 2: every problem is a line on stderr.
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 
-from openrlhf.cli.main import COMMANDS, command_of
+from openrlhf.cli.main import COMMANDS, command, command_of
+from openrlhf.config.methods import METHODS
 
-CHECKED = ("sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local", "eval")
+CHECKED = (*METHODS, "ppo", "ppo-local", "eval")
 USAGE = "\n".join(
     [
         "usage: openrlhf check COMMAND FLAGS\n",
@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     word, *flags = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     name = command_of(word)
     if name in CHECKED:
-        command = import_module(f"openrlhf.cli.{COMMANDS[name][0]}").main
-        replace(command, name=f"openrlhf check {name}")(flags, only_checks=True)
+        replace(command(name), name=f"openrlhf check {name}")(flags, only_checks=True)
     elif word in ("-h", "--help"):
         print(USAGE)
     else:

@@ -4,17 +4,14 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from typing import Any
 
-from openrlhf.cli.runner import version_text
+from openrlhf.cli.runner import supervised, version_text
+from openrlhf.config.methods import METHODS
 
 # Sub-command -> module in openrlhf.cli, one line of help.
 COMMANDS = {
-    "sft": ("train_sft", "supervised fine-tuning and continued pre-training"),
-    "rm": ("train_rm", "pairwise reward model"),
-    "dpo": ("train_dpo", "preference optimisation on pairs: DPO, IPO, SimPO, ORPO"),
-    "kto": ("train_kto", "preference optimisation on single good and bad responses"),
-    "prm": ("train_prm", "process reward model: a verdict on each step"),
-    "kd": ("train_kd", "knowledge distillation"),
+    **{name: (f"train_{name}", method.about) for name, method in METHODS.items()},
     "ppo": ("train_ppo_ray", "reinforcement learning on Ray: PPO, REINFORCE++, RLOO, GRPO"),
     "ppo-local": ("train_ppo", "the same in the launching process(es), without Ray"),
     "replay": ("replay", "a step of an RL run again, with its loss token by token"),
@@ -45,12 +42,19 @@ def command_of(word: str) -> str:
     return modules.get(word.replace("-", "_"), word)
 
 
+def command(name: str) -> Any:
+    """Return what runs the command of this name, with its flags."""
+    if name in METHODS:
+        return supervised(name)
+    return import_module(f"openrlhf.cli.{COMMANDS[name][0]}").main
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a sub-command; without one, say which there are."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     known = command_of(name)
     if known in COMMANDS:
-        import_module(f"openrlhf.cli.{COMMANDS[known][0]}").main(rest)
+        command(known)(rest)
     elif name in ("-h", "--help"):
         print(USAGE)
     elif name == "--version":

@@ -19,6 +19,7 @@ from openrlhf.config.cli import ConfigT, read_config
 from openrlhf.config.common import RunConfig
 from openrlhf.config.help import help_text
 from openrlhf.config.local_paths import path_notices, path_problems
+from openrlhf.config.methods import METHODS
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError, OpenRLHFError, machine_fault
 from openrlhf.utils.snapshots import library_problems, with_snapshots
@@ -108,11 +109,12 @@ def imported(*places: str) -> Callable[[CommandConfig], Work]:
     return load
 
 
-def supervised(name: str, config_class: type[ConfigT], recipe: str) -> Command[ConfigT]:
-    """Return the command of supervised training with the recipe at `module:name`."""
-    run = imported("openrlhf.commands.train_supervised:run_supervised", recipe)
-    check = imported("openrlhf.commands.check:check_supervised", recipe)
-    return Command(name, config_class, run, check)
+def supervised(name: str) -> Command[CommandConfig]:
+    """Return the command of a supervised method."""
+    method = METHODS[name]
+    run = imported("openrlhf.commands.train_supervised:run_supervised", method.recipe)
+    check = imported("openrlhf.commands.check:check_supervised", method.recipe)
+    return Command(f"openrlhf {name}", method.config_class, run, check)
 
 
 def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = False) -> None:

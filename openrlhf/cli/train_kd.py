@@ -1,9 +1,8 @@
 """`openrlhf kd`: knowledge distillation."""
 
 from openrlhf.cli.runner import supervised
-from openrlhf.config.supervised import KDConfig
 
-main = supervised("openrlhf kd", KDConfig, "openrlhf.trainer.kd_trainer:KDTrainer")
+main = supervised("kd")
 
 if __name__ == "__main__":
     main()

@@ -1,9 +1,8 @@
 """`openrlhf prm`: process reward model."""
 
 from openrlhf.cli.runner import supervised
-from openrlhf.config.supervised import PRMConfig
 
-main = supervised("openrlhf prm", PRMConfig, "openrlhf.trainer.prm_trainer:PRMTrainer")
+main = supervised("prm")
 
 if __name__ == "__main__":
     main()

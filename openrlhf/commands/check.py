@@ -39,7 +39,7 @@ from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.generation import FrozenConfig, GenerationRunConfig
 from openrlhf.config.local_paths import OUTPUTS, named_things
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, RMConfig, SupervisedConfig
+from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.distributed import folders
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.distributed.export import check_room
@@ -267,20 +267,12 @@ def _supervised_models(
         num_rows = min(train.micro_batch_size, len(inputs.samples))
         num_tokens = int(inputs.samples.lengths.topk(num_rows).values.sum())
     num_tokens = num_tokens if train.token_budget is None else train.token_budget
-    others, offload = list(recipe.other_models(config)), False
-    match config:
-        case DPOConfig() | KTOConfig():
-            has_reference = not isinstance(config, DPOConfig) or config.has_reference
-            if has_reference and not others and not config.ds.lora.rank:
-                others = [path]  # an adapter's base is a reference by itself
-            offload = config.ref.offload
-        case KDConfig():
-            offload = config.teacher.offload
     size: dict[str, Any] = {"num_ranks": num_ranks, "num_tokens": num_tokens}
-    recomputes, scores = config.model.gradient_checkpointing_enable, isinstance(config, RMConfig)
-    trained = Model(path, trains=True, scores=scores, recomputes=recomputes, **size)
-    frozen = {f"frozen {name}": Model(name, offload=offload, **size) for name in others}
-    return {TRAINED: trained, **frozen}
+    recomputes = config.model.gradient_checkpointing_enable
+    trained = Model(path, trains=True, scores=recipe.scores, recomputes=recomputes, **size)
+    frozen = recipe.other_models(config)
+    others = {f"frozen {name}": Model(name, offload=o, **size) for name, o in frozen.items()}
+    return {TRAINED: trained, **others}
 
 
 def _rl_models(

@@ -158,11 +158,13 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
         config,
         gathered,
         has_router_loss=config.model.aux_loss_coef > 0,
+        scores=recipe.scores,
     )
     tokenizer = None
     with gathered:
         tokenizer = tokenizer_of(config, model_path)
-    found = [(data_set, data_set.read(gathered)) for data_set in supervised_data(config)]
+    data_sets = supervised_data(config, recipe.data_set, **recipe.row_format(config))
+    found = [(data_set, data_set.read(gathered)) for data_set in data_sets]
     if tokenizer is None:  # nothing more can be known
         gathered.raise_if_any()
     assert tokenizer is not None, "or else problems were raised"
@@ -187,8 +189,7 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
 
 def say_inputs(recipe: Recipe, config: ConfigT, inputs: Inputs) -> None:
     """Print what was noticed of the models and the data."""
-    models = (inputs.model_path, *recipe.other_models(config))
-    say_padded(config, models)
+    say_padded(config, dict.fromkeys((inputs.model_path, *recipe.other_models(config))))
     say_notices(inputs.samples.notices)
     if base_of_adapter(inputs.model_path) is not None:
         notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")

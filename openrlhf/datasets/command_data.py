@@ -15,23 +15,11 @@ from openrlhf.config.common import TextDataConfig
 from openrlhf.config.generation import GenerationRunConfig, PromptDataConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
-from openrlhf.config.supervised import (
-    DatasetConfig,
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    PRMConfig,
-    RMConfig,
-    SFTConfig,
-    SupervisedConfig,
-)
+from openrlhf.config.supervised import DatasetConfig, SupervisedConfig
 from openrlhf.datasets.loading import load_rows
-from openrlhf.datasets.process_reward_dataset import ProcessRewardDataset
 from openrlhf.datasets.prompts_dataset import PromptDataset
-from openrlhf.datasets.reward_dataset import PreferenceDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat, TokenizedDataset
-from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
 from openrlhf.errors import Gathered
 from openrlhf.utils.tokenizer import Tokenizer
 
@@ -65,35 +53,18 @@ class DataSet:
         return None
 
 
-def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:
-    """Yield the training data and, where it is named, the evaluation data."""
+def supervised_data(
+    config: SupervisedConfig, kind: type[TokenizedDataset], **more: Any
+) -> Iterator[DataSet]:
+    """Yield the training data and, where it is named, the evaluation data, of a recipe's `kind`;
+    `more` are fields of their format.
+    """
     data, held_out = config.data, config.eval
-    reading, options = _reading(config), partial(_options, data, config.train.seed)
+    form, options = _answered_format(data, **more), partial(_options, data, config.train.seed)
     named = options(data.dataset_split) | _expected(data, data.dataset_probs)
-    yield DataSet(data.dataset or "", named, *reading)
+    yield DataSet(data.dataset or "", named, kind, form)
     if held_out.dataset:
-        yield DataSet(held_out.dataset, options(held_out.split), *reading, EVALUATION)
-
-
-def _reading(config: SupervisedConfig) -> tuple[type[TokenizedDataset], RowFormat]:
-    """Return the kind of data set that a supervised command trains on, and how it is read."""
-    kind: type[TokenizedDataset] = SFTDataset
-    more: dict[str, Any] = {}
-    match config:
-        case SFTConfig():
-            more["pretrain_mode"] = _if_given(config.model, "pretrain_mode_enable")
-        case KDConfig():
-            more["pretrain_mode"] = config.model.pretrain_mode_enable
-        case KTOConfig():
-            kind = UnpairedPreferenceDataset
-        case RMConfig():
-            kind, more["with_margin"] = PreferenceDataset, config.model.margin_loss_enable
-        case DPOConfig():
-            kind = PreferenceDataset
-        case PRMConfig():
-            kind, more["placeholder_token"] = ProcessRewardDataset, config.model.placeholder_token
-            more["reward_tokens"] = config.model.reward_tokens or ()
-    return kind, _answered_format(config.data, **more)
+        yield DataSet(held_out.dataset, options(held_out.split), kind, form, EVALUATION)
 
 
 def prompt_data(config: GenerationRunConfig) -> DataSet:

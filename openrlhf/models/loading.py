@@ -24,7 +24,6 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.common import DeepSpeedConfig, RunConfig
 from openrlhf.config.local_paths import looks_local
-from openrlhf.config.supervised import RMConfig
 from openrlhf.errors import ConfigError, Gathered, first_line
 from openrlhf.models.actor import Actor, token_stats
 from openrlhf.models.adapters import SCALE_FIELDS, add_lora, merge_adapter_into, would_run_code
@@ -79,7 +78,12 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
 
 
 def read_configs(
-    paths: Sequence[str], command: RunConfig, gathered: Gathered, *, has_router_loss: bool
+    paths: Sequence[str],
+    command: RunConfig,
+    gathered: Gathered,
+    *,
+    has_router_loss: bool,
+    scores: bool = False,
 ) -> dict[str, PretrainedConfig]:
     """Return the configs of models by path, of which the first is trained; note what forbids to
     read or use one.
@@ -101,13 +105,12 @@ def read_configs(
             )
     if paths[0] in found and command.ds.lora.rank:
         with gathered:
-            check_adapter(found[paths[0]], command)
+            check_adapter(found[paths[0]], command, scores=scores)
     return found
 
 
-def check_adapter(config: PretrainedConfig, command: CommandConfig) -> None:
+def check_adapter(config: PretrainedConfig, command: CommandConfig, *, scores: bool) -> None:
     """Raise ConfigError for an adapter that does not fit the model; reads no weights."""
-    scores = isinstance(command, RMConfig)
     model = empty_model(config, command, dtype=torch.float32, scores=scores)
     adapted = add_lora(model, command.ds.lora)
     if not scores:

@@ -2,23 +2,17 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from openrlhf.config.base import CommandConfig, Option, walk
 from openrlhf.config.cli import read_resolved
 from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.config.methods import METHODS
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import (
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    PRMConfig,
-    RMConfig,
-    SFTConfig,
-)
 from openrlhf.errors import ConfigError
 from openrlhf.utils.console import format_seconds
 from openrlhf.utils.outcome import got_worse, judged_metrics, reward_alone, taught_nothing
@@ -27,10 +21,6 @@ from openrlhf.utils.step_line import hints, needed_history
 from openrlhf.utils.tracker import read_metrics
 
 Record = Mapping[str, float | None]  # a value that was not finite is None
-COMMANDS: tuple[type[CommandConfig], ...] = (
-    *(SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig),
-    *(PPOConfig, EvaluateConfig),
-)
 UNSET = ("null", "false", "", "0", "-1")
 NAMED_BY_TIME = "logger.wandb.run_name"
 
@@ -105,7 +95,9 @@ class Run:
     @cached_property
     def command(self) -> type[CommandConfig]:
         """Return the settings of the command that wrote this run: those it has most names of."""
-        return max(COMMANDS, key=lambda c: len({o.path for o in walk(c)} & self.settings.keys()))
+        supervised = (method.config_class for method in METHODS.values())
+        commands: Iterator[type[CommandConfig]] = chain(supervised, (PPOConfig, EvaluateConfig))
+        return max(commands, key=lambda c: len({o.path for o in walk(c)} & self.settings.keys()))
 
     @cached_property
     def options(self) -> dict[str, Option]:

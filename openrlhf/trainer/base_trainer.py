@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches, token_budget_batches
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.sampler import epoch_order
+from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.distributed.collectives import all_gather_object, on_main
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -88,6 +89,8 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     """Trains one model on samples; a recipe gives samples, model and loss."""
 
     name: ClassVar[str]  # name of the command
+    data_set: ClassVar[type[TokenizedDataset]]  # that makes samples of rows
+    scores: ClassVar[bool] = False  # True of a model with a scalar head
     # Metrics by which evaluations may be compared; the first one, unless --save_best names another.
     judged_by: ClassVar[tuple[str, ...]] = ("loss",)
 
@@ -135,9 +138,16 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         return f"eval/{key}"
 
     @classmethod
-    def other_models(cls, config: Any) -> Sequence[str]:
-        """Return the models beside the trained one that read every sample."""
-        return ()
+    def other_models(cls, config: Any) -> Mapping[str, bool]:
+        """Return the models beside the trained one that read every sample, and whether the weights
+        of each are kept in CPU memory.
+        """
+        return {}
+
+    @classmethod
+    def row_format(cls, config: Any) -> dict[str, Any]:
+        """Return fields of the data set's RowFormat that are no settings of `data.*`."""
+        return {}
 
     @classmethod
     def load_model(cls, config: Any, model_path: str) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import Tensor
 from openrlhf.algorithms.preference_loss import PairLogps, PreferenceOptions, preference_loss
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.supervised import DPOConfig
-from openrlhf.datasets.reward_dataset import PreferencePair
+from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import TokenStats
 from openrlhf.trainer.base_trainer import Inputs, add_means, check_same_tokens
@@ -25,6 +25,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
     """A preference loss; `reference` is None for losses of the policy alone."""
 
     name = "dpo"
+    data_set = PreferenceDataset
     judged_by = ("acc", "loss", "reward_margin")
 
     def __init__(self, config: DPOConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
@@ -47,15 +48,15 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         policy's tokens.
         """
         check_function(PREFERENCE_LOSS, config.model.loss_type)
-        for path in cls.other_models(config):
+        path = config.ref.model_name_or_path
+        if config.has_reference and path:
             check_same_tokens(
                 tokenizer, path, "--ref_pretrain", remote_code=config.trust_remote_code
             )
 
     @classmethod
-    def other_models(cls, config: DPOConfig) -> Sequence[str]:
-        path = config.ref.model_name_or_path
-        return (path,) if config.has_reference and path else ()
+    def other_models(cls, config: DPOConfig) -> dict[str, bool]:
+        return super().other_models(config) if config.has_reference else {}
 
     def counts(self, batch: PreferenceBatch) -> dict[str, float]:
         """Return the numbers of pairs and of tokens of better responses."""

@@ -9,7 +9,7 @@ model ever exist as a whole.
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -148,8 +148,12 @@ class KDTrainer(SFTTrainer):
             )
 
     @classmethod
-    def other_models(cls, config: KDConfig) -> Sequence[str]:
-        return (teacher_path(config),)
+    def other_models(cls, config: KDConfig) -> dict[str, bool]:
+        return {teacher_path(config): config.teacher.offload}
+
+    @classmethod
+    def row_format(cls, config: KDConfig) -> dict[str, Any]:
+        return {"pretrain_mode": config.model.pretrain_mode_enable}
 
     @classmethod
     def load_model(cls, config: KDConfig, model_path: str) -> Student:

@@ -13,7 +13,7 @@ from torch import Tensor
 from openrlhf.algorithms.preference_loss import kto_kl_sum, kto_losses, kto_reference_point
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.supervised import KTOConfig
-from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
+from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample, UnpairedPreferenceDataset
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.models.support import num_positions
@@ -27,6 +27,7 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
     """The loss on single responses."""
 
     name = "kto"
+    data_set = UnpairedPreferenceDataset
     keeps_reference = True  # for mismatched pairs
 
     def __init__(self, config: KTOConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:

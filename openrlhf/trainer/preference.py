@@ -104,6 +104,12 @@ class ReferencedTrainer(BaseTrainer[SampleT, PreferenceBatch]):
     reference: EvalEngine | TrainEngine | None = None
 
     @classmethod
+    def other_models(cls, config: Any) -> dict[str, bool]:
+        own = None if config.ds.lora.rank else config.model.model_name_or_path  # an adapter's base
+        path = config.ref.model_name_or_path or own
+        return {path: config.ref.offload} if path else {}
+
+    @classmethod
     def load_model(cls, config: Any, model_path: str) -> Actor:
         return load_actor(config, model_path, has_dropout=False)
 

@@ -8,7 +8,7 @@ their rows of it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,11 @@ from torch import Tensor
 
 from openrlhf.algorithms.language_loss import prm_losses
 from openrlhf.config.supervised import PRMConfig
-from openrlhf.datasets.process_reward_dataset import ProcessExample, single_token_id
+from openrlhf.datasets.process_reward_dataset import (
+    ProcessExample,
+    ProcessRewardDataset,
+    single_token_id,
+)
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import Actor, ChunkedHead, token_stats
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, add_means, load_actor
@@ -98,6 +102,7 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
     """
 
     name = "prm"
+    data_set = ProcessRewardDataset
     judged_by = ("acc", "loss")
 
     def __init__(self, config: PRMConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
@@ -106,6 +111,12 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         ids = [single_token_id(inputs.tokenizer, text, flag="--reward_tokens") for text in texts]
         self.reward_tokens = torch.tensor(ids) if ids else None
         self.places = {token_id: place for place, token_id in enumerate(ids)}
+
+    @classmethod
+    def row_format(cls, config: PRMConfig) -> dict[str, Any]:
+        model = config.model
+        tokens = model.reward_tokens or ()
+        return {"placeholder_token": model.placeholder_token, "reward_tokens": tokens}
 
     @classmethod
     def load_model(cls, config: PRMConfig, model_path: str) -> StepJudge:

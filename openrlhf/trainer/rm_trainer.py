@@ -7,13 +7,14 @@ does not give the scores the trainer saw is an error, not a model.
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from openrlhf.algorithms.preference_loss import pairwise_losses
 from openrlhf.config.supervised import RMConfig
-from openrlhf.datasets.reward_dataset import PreferencePair
+from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
 from openrlhf.distributed.collectives import on_main
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError
@@ -33,6 +34,8 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
     """The loss on the difference of the two scores of a pair."""
 
     name = "rm"
+    data_set = PreferenceDataset
+    scores = True
     judged_by = ("acc", "loss")
 
     def __init__(self, config: RMConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
@@ -41,6 +44,10 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         self.with_margin = config.model.margin_loss_enable
         self.scale = (0.0, 1.0)  # mean and standard deviation of scores, of the step below
         self.scaled_step = -1
+
+    @classmethod
+    def row_format(cls, config: RMConfig) -> dict[str, Any]:
+        return {"with_margin": config.model.margin_loss_enable}
 
     @classmethod
     def load_model(cls, config: RMConfig, model_path: str) -> RewardModel:

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from openrlhf.algorithms.language_loss import sft_loss
-from openrlhf.datasets.sft_dataset import SFTExample
+from openrlhf.config.base import is_given
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
 from openrlhf.trainer.base_trainer import BaseTrainer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
@@ -16,7 +19,13 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
     """The language-model loss on the tokens a row marks."""
 
     name = "sft"
+    data_set = SFTDataset
     judged_by = ("gpt_loss", "acc")
+
+    @classmethod
+    def row_format(cls, config: SFTConfig) -> dict[str, Any]:
+        is_typed = is_given(config, "model.pretrain_mode_enable")  # else the columns tell
+        return {"pretrain_mode": config.model.pretrain_mode_enable if is_typed else None}
 
     def counts(self, batch: PackedBatch) -> dict[str, float]:
         """Return the number of tokens that are learned."""

@@ -3,10 +3,12 @@ in messages they are text. Each data set is the one that its command names.
 """
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from openrlhf.config.cli import parse_config
+from openrlhf.config.methods import METHODS
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import DPOConfig, PRMConfig, SFTConfig
@@ -23,6 +25,7 @@ ASKED_IDS, ANSWER_IDS, END = [3, 1, 4], [1, 3], [1]  # of the six control tokens
 WHOLE_IDS = ASKED_IDS + ANSWER_IDS + END
 STEPWISE = "--placeholder_token ! --reward_tokens + - --dataset"
 INFERENCE = "--eval_task generate --output_path {folder}/out.jsonl --dataset"
+RECIPES = {method.config_class: resolve_name(method.recipe) for method in METHODS.values()}
 # Config, flags before the file, a row, and the control tokens of its first sequence.
 CASES = {
     "sft": (SFTConfig, "--dataset", ANSWERED, WHOLE_IDS),
@@ -52,8 +55,11 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
     config = parse_config(config_class, words.split()).config
     if isinstance(config, BatchInferenceConfig):
         data_set = inference_data(config)
+    elif config_class is PPOConfig:
+        data_set, *_ = ppo_data(config)
     else:
-        data_set, *_ = ppo_data(config) if config_class is PPOConfig else supervised_data(config)
+        recipe = RECIPES[config_class]
+        data_set, *_ = supervised_data(config, recipe.data_set, **recipe.row_format(config))
     rows = data_set.read(gathered)
     samples = data_set.tokenise(gathered, rows, tokenizer_of(config, str(model)))
     ids = samples._example(0)[0][0][0].tolist()

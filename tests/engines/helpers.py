@@ -16,7 +16,7 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.trainer.workers.weight_sync import WeightTransport
+from openrlhf.trainer.workers.weight_sync import HandleTransport
 
 PROMPT = tuple(range(20, 60))
 
@@ -78,7 +78,7 @@ def weights(model: Any) -> list[tuple[str, Tensor]]:
 
 def buckets(tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """The tensors in shared memory."""
-    transport = WeightTransport("handles", torch.device("cpu"), [None])  # no engine is called
+    transport = HandleTransport(torch.device("cpu"), [None])  # no engine is called
     transport.bucket_bytes = bucket_bytes
     for bucket, _ in transport.buckets(tensors):
         yield bucket

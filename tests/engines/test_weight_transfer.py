@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from openrlhf.engines.weight_transfer import BucketReader, join_broadcasts
-from openrlhf.trainer.workers.weight_sync import WeightTransport
+from openrlhf.trainer.workers.weight_sync import HandleTransport, WeightTransport
 from openrlhf.utils.tensors import fingerprint
 from tests.gpu.engines import endpoint
 
@@ -20,7 +20,7 @@ WEIGHTS = [
 
 
 def writer(bucket_bytes: int = 1024) -> WeightTransport:
-    transport = WeightTransport("handles", CPU, [None])
+    transport = HandleTransport(CPU, [None])
     transport.bucket_bytes = bucket_bytes
     return transport
 

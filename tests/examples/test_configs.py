@@ -1,6 +1,5 @@
 """The recipes in examples/configs: as they are, and with the values for 7B."""
 
-import importlib
 import re
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from openrlhf.cli.main import COMMANDS
+from openrlhf.cli.main import command
 from openrlhf.config.cli import parse_config
 from openrlhf.utils.tracker import read_metrics
 from tests.source import ROOT
@@ -37,8 +36,7 @@ def for_7b(text: str) -> str:
 
 
 def config_class(name: str):
-    module = COMMANDS[command_of(name)][0]
-    return importlib.import_module(f"openrlhf.cli.{module}").main.config_class
+    return command(command_of(name)).config_class
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -48,8 +46,8 @@ def test_a_recipe_and_its_values_for_7b_are_understood_without_a_notice(name, tm
         path.write_text(text)
         assert parse_config(config_class(name), ["--config", str(path)]).notices == []
     assert "runs/tiny" not in yaml.safe_dump(yaml.safe_load(for_7b(RECIPES[name])))
-    for command, used, _ in COMMAND.findall(RECIPES[name]):
-        assert command_of(used) == command
+    for known, used, _ in COMMAND.findall(RECIPES[name]):
+        assert command_of(used) == known
 
 
 @pytest.fixture(scope="module")

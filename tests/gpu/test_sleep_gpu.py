@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openrlhf.trainer.device_phases import DevicePhases
-from openrlhf.trainer.workers.weight_sync import WeightTransport
+from openrlhf.trainer.workers.weight_sync import HandleTransport, WeightTransport
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
 from tests.gpu.engines import DEVICES, RemoteEngine, endpoint
 from tests.tiny import make_model
@@ -29,7 +29,7 @@ def sleeping_engine(path: Path, device: str) -> Iterator[tuple[RemoteEngine, Wei
         "enable_sleep_mode": True,
     }
     engine = RemoteEngine(config, "0" if device == "cuda" else "")
-    transport = WeightTransport("handles", torch.device(device), [engine], endpoint=endpoint)
+    transport = HandleTransport(torch.device(device), [engine], endpoint=endpoint)
     try:
         yield engine, transport
     finally:

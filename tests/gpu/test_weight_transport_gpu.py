@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from openrlhf.trainer.workers.weight_sync import WeightTransport
+from openrlhf.trainer.workers.weight_sync import BroadcastTransport, HandleTransport
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
 from tests.gpu.engines import RemoteEngine, endpoint
 from tests.tiny import make_model
 
 needs_two = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 CASES = [  # way, memory of the buckets, device, GPU of the engine
-    pytest.param("handles", "cpu", "cuda", "0", marks=pytest.mark.gpu),
-    pytest.param("handles", "cuda", "cuda", "0", marks=pytest.mark.gpu),
-    pytest.param("broadcast", "cpu", "cuda", "0", marks=pytest.mark.gpu),
-    pytest.param("broadcast", "cuda", "cuda", "1", marks=[pytest.mark.gpu, needs_two]),
-    pytest.param("handles", "cpu", "cpu", "", marks=pytest.mark.slow),
-    pytest.param("broadcast", "cpu", "cpu", "", marks=pytest.mark.slow),
+    pytest.param(HandleTransport, "cpu", "cuda", "0", marks=pytest.mark.gpu),
+    pytest.param(HandleTransport, "cuda", "cuda", "0", marks=pytest.mark.gpu),
+    pytest.param(BroadcastTransport, "cpu", "cuda", "0", marks=pytest.mark.gpu),
+    pytest.param(BroadcastTransport, "cuda", "cuda", "1", marks=[pytest.mark.gpu, needs_two]),
+    pytest.param(HandleTransport, "cpu", "cpu", "", marks=pytest.mark.slow),
+    pytest.param(BroadcastTransport, "cpu", "cpu", "", marks=pytest.mark.slow),
 ]
 
 
@@ -31,7 +31,7 @@ def test_three_updates_arrive(tmp_path, way, memory, device, gpu):
         "enforce_eager": True,
     }
     engine = RemoteEngine(config, gpu)
-    transport = WeightTransport(way, torch.device(memory), [engine], endpoint=endpoint)
+    transport = way(torch.device(memory), [engine], endpoint=endpoint)
     transport.bucket_bytes = 50_000  # several buckets, and tensors larger than one
     model = load(path)
     try:

@@ -21,7 +21,7 @@ from openrlhf.trainer.ppo_utils.demands import RoleDemand
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from openrlhf.trainer.ray.placement import place, view_cluster
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
-from openrlhf.trainer.workers.weight_sync import WeightTransport
+from openrlhf.trainer.workers.weight_sync import HandleTransport
 from openrlhf.utils.rollout import Rollout
 from tests.engines.helpers import load, shake, weights
 from tests.helpers.rollouts import largest_gap
@@ -353,7 +353,7 @@ def test_engines_of_other_processes_stream_and_take_weights_under_way(
     assert largest_gap(tiny_model_dir, groups[0].rollouts, 1.0) < 1e-3
     trained = load(tiny_model_dir)
     shake(trained, 1)
-    transport = WeightTransport("handles", torch.device("cpu"), engines)
+    transport = HandleTransport(torch.device("cpu"), engines)
     for version in range(1, 21):  # until one is sampled meanwhile
         stream.submit([((version, 4), records[4])], tag="t")
         transport.send(weights(trained), version, keep_running=True)

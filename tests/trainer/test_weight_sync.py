@@ -14,7 +14,13 @@ from openrlhf.engines.base import WeightBucket
 from openrlhf.engines.weight_transfer import BucketReader, HostMemory, join_broadcasts
 from openrlhf.errors import WeightSyncError
 from openrlhf.trainer.workers import weight_sync
-from openrlhf.trainer.workers.weight_sync import WeightTransport, weight_route
+from openrlhf.trainer.workers.weight_sync import (
+    BroadcastTransport,
+    HandleTransport,
+    ObjectTransport,
+    WeightTransport,
+    weight_route,
+)
 from openrlhf.utils.tensors import NamedTensors, fingerprint
 from tests.gpu.engines import endpoint
 
@@ -45,14 +51,14 @@ def route(device: str, *, num_engines: int = 2, colocate_all: bool = False, **vl
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_colocated_engines_open_handles_and_separate_ones_receive_broadcasts(device):
-    assert route(device, colocate_all=True) == ("handles", device)
-    assert route(device) == ("broadcast", device)
-    assert route(device, sync_backend="gloo", colocate_all=True) == ("handles", "cpu")
-    assert route(device, sync_backend="gloo") == ("broadcast", "cpu")
-    assert route(device, sync_with_ray=True) == ("objects", "cpu")
-    assert route(device, sync_with_ray=True, colocate_all=True) == ("objects", "cpu")
+    assert route(device, colocate_all=True) == (HandleTransport, device)
+    assert route(device) == (BroadcastTransport, device)
+    assert route(device, sync_backend="gloo", colocate_all=True) == (HandleTransport, "cpu")
+    assert route(device, sync_backend="gloo") == (BroadcastTransport, "cpu")
+    assert route(device, sync_with_ray=True) == (ObjectTransport, "cpu")
+    assert route(device, sync_with_ray=True, colocate_all=True) == (ObjectTransport, "cpu")
     # Two ranks of NCCL cannot share a GPU.
-    assert route(device, num_engines=4, colocate_all=True) == ("broadcast", "cpu")
+    assert route(device, num_engines=4, colocate_all=True) == (BroadcastTransport, "cpu")
 
 
 class FakeEngine:
@@ -94,15 +100,17 @@ class FakeEngine:
         return {name: fingerprint(tensor) for name, tensor in self.held.items()}
 
 
-def connected(engines: list[FakeEngine], way: str = "handles") -> WeightTransport:
-    transport = WeightTransport(way, CPU, engines, endpoint=endpoint)
+def connected(
+    engines: list[FakeEngine], way: type[WeightTransport] = HandleTransport
+) -> WeightTransport:
+    transport = way(CPU, engines, endpoint=endpoint)
     transport.bucket_bytes = 128
     return transport
 
 
-@pytest.mark.parametrize("way", ["handles", "broadcast", "objects"])
+@pytest.mark.parametrize("way", [HandleTransport, BroadcastTransport, ObjectTransport])
 def test_every_bucket_arrives_as_it_was_sent_update_after_update(way, request):
-    if way == "objects":
+    if way is ObjectTransport:
         request.getfixturevalue("ray_cluster")
     engines = [FakeEngine(), FakeEngine()]
     transport = connected(engines, way)
@@ -114,7 +122,7 @@ def test_every_bucket_arrives_as_it_was_sent_update_after_update(way, request):
     assert engines[0].buckets == BUCKETS * 3
 
 
-@pytest.mark.parametrize("way", ["handles", "broadcast"])
+@pytest.mark.parametrize("way", [HandleTransport, BroadcastTransport])
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -194,7 +202,7 @@ def sync_from(ranks: Ranks, engines: list[FakeEngine], places: list[str], of_ran
 
     def run(rank: int) -> bool:
         ranks.local.rank = rank
-        transport = WeightTransport("handles", CPU, engines)
+        transport = HandleTransport(CPU, engines)
         transport.bucket_bytes = 128
         tensors = of_rank.get(rank, WEIGHTS)
         for version in (1, 2):

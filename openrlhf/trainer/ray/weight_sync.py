@@ -1,5 +1,19 @@
-"""The weight transport under its earlier name, which checks on GPU machines import."""
+"""The weight transports under their earlier name, which checks on GPU machines import."""
 
-from openrlhf.trainer.workers.weight_sync import WeightTransport
+from typing import Any
 
-__all__ = ["WeightTransport"]
+import torch
+
+from openrlhf.trainer.workers.weight_sync import (
+    BroadcastTransport,
+    HandleTransport,
+    ObjectTransport,
+)
+from openrlhf.trainer.workers.weight_sync import WeightTransport as AnyTransport
+
+WAYS = {"handles": HandleTransport, "broadcast": BroadcastTransport, "objects": ObjectTransport}
+
+
+def WeightTransport(way: str, device: torch.device, *args: Any, **named: Any) -> AnyTransport:
+    """Return the transport of this name, connected."""
+    return WAYS[way](device, *args, **named)

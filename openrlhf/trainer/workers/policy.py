@@ -28,7 +28,7 @@ from openrlhf.trainer.ppo_utils.update_plan import (
     without_zero_advantages,
 )
 from openrlhf.trainer.workers.model_worker import TrainedWorker
-from openrlhf.trainer.workers.weight_sync import Way, WeightTransport, weight_route
+from openrlhf.trainer.workers.weight_sync import HandleTransport, WeightTransport, weight_route
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
@@ -70,6 +70,7 @@ class PolicyModelActor(TrainedWorker):
         num_copies = 2 if self.config.train.enable_ema else 1
         check_room(self.actor.model, Path(self.config.ckpt.output_dir), num_copies=num_copies)
         self.policy_loss = find_function(POLICY_LOSS, config.policy_loss_type)
+        self.own_aggregation = OWN_AGGREGATIONS.get(config.policy_loss_type)
         low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
         self.clip = ClipRange(low, high, config.dual_clip, config.sapo_tau)
         self.correction = correction_of(self.config.algo.advantage)
@@ -198,8 +199,7 @@ class PolicyModelActor(TrainedWorker):
                 yield -coef * self._aggregate(stats.entropy, experience, step)
 
     def _aggregate(self, values_N: Tensor, experience: Experience, step: UpdateStep) -> Tensor:
-        own = OWN_AGGREGATIONS.get(self.config.actor.policy_loss_type)
-        return self.aggregated(values_N, experience, step, own)
+        return self.aggregated(values_N, experience, step, self.own_aggregation)
 
     def _stats(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenStats:
         temperature = self.config.rollout.temperature
@@ -215,16 +215,17 @@ class PolicyModelActor(TrainedWorker):
         """
         start = time.monotonic()
         if self.transport is None:
-            route: tuple[Way, torch.device] = ("handles", torch.device("cpu"))
+            route: type[WeightTransport] = HandleTransport
+            device = torch.device("cpu")
             if self.is_actor:  # else the engine is in this process too
-                route = weight_route(
+                route, device = weight_route(
                     self.config,
                     self.engine.device,
                     num_engines=len(engines),
                     num_ranks=world_size(),
                 )
-            self.transport = WeightTransport(
-                *route,
+            self.transport = route(
+                device,
                 engines,
                 workers_per_engine=self.config.vllm.tensor_parallel_size,
                 endpoint=self.endpoint,

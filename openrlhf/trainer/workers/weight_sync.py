@@ -8,7 +8,7 @@ store; an engine that cannot show the fingerprints of what was sent fails the sy
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,78 +22,48 @@ from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import NamedTensors, align, as_bytes, dtype_name, fingerprint
 
 Result = TypeVar("Result")
-Way = Literal["handles", "broadcast", "objects"]
 
 NUM_BUFFERS = 2  # one is filled while the other one is read
 
 
-def weight_route(
-    config: PPOConfig, device: torch.device, *, num_engines: int, num_ranks: int
-) -> tuple[Way, torch.device]:
-    """Return the transport of weights to engines in other processes, and the device of buckets: the
-    fastest way that works.
-
-    Two ranks of an NCCL group cannot share a GPU, so an engine that shares one with a rank of
-    another place receives gloo's broadcast.
-    """
-    vllm, cpu = config.vllm, torch.device("cpu")
-    if vllm.sync_with_ray:
-        return "objects", cpu
-    fastest = cpu if vllm.sync_backend == "gloo" else device
-    is_colocated = config.engines_share_devices
-    if is_colocated and num_engines * vllm.tensor_parallel_size <= num_ranks:
-        return "handles", fastest
-    return "broadcast", cpu if is_colocated else fastest
-
-
 class WeightTransport:
-    """The trainer's side: two buffers that tensors are packed into in turn.
+    """The trainer's side of a way to the engines: two buffers that tensors are packed into in turn.
 
-    "handles": engine workers open the buffer of the trainer rank on their own GPU or node; all
-    ranks pack the same buckets at the same time. "broadcast": rank 0 sends each bucket to the
-    workers of all engines. "objects": each bucket is an object of Ray's store, for nodes between
-    which no group can form. A rank that nobody reads from packs nothing, but walks through the same
-    buckets. Rank 0 tells the engines.
+    A rank that nobody reads from packs nothing, but walks through the same buckets. Rank 0 tells
+    the engines. A way of its own says how to `connect`, what stands in a bucket for its readers
+    (`address`), and what is sent beside it (`start_sending`); BucketReader is its other side.
     """
 
     def __init__(
         self,
-        way: Way,
         device: torch.device,
         engines: Sequence[RolloutEngine],
         *,
         workers_per_engine: int = 1,
         endpoint: Callable[[], tuple[str, int]] | None = None,
     ) -> None:
-        """Connect to the engines; every rank calls. `endpoint` gives the address at which a
-        broadcast's group meets.
+        """Connect to the engines; every rank calls. `endpoint` gives the address at which a group
+        with them meets.
         """
-        self.way, self.engines = way, engines
+        self.engines, self.endpoint = engines, endpoint
+        self.workers_per_engine = workers_per_engine
         self.memory = memory_of(device)
         self.bucket_bytes = self.memory.bucket_bytes
         self._buffers: list[tuple[Tensor, Handle]] = []  # the one that is filled comes last
         self._pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
-        self.is_used = rank() == 0
-        if way == "handles":  # the first rank of each place, where engine workers are
-            is_first_here = all_gather_object(self.memory.place).index(self.memory.place) == rank()
-            self.is_used = is_first_here and rank() < len(engines) * workers_per_engine
-        if way == "broadcast" and rank() == 0:
-            assert endpoint is not None
-            self._connect(*endpoint(), workers_per_engine)
+        self.is_used = rank() == 0  # True if somebody reads from this rank
+        self.connect()
 
-    def _connect(self, host: str, port: int, workers_per_engine: int) -> None:
-        """Meet all engines as rank 0 of one group."""
-        device, world_size = self.memory.device, 1 + len(self.engines) * workers_per_engine
-        info: dict[str, object] = {"device_type": device.type, "host": host, "port": port}
-        info["world_size"] = world_size
-        submit, join = self._pool.submit, VLLMEngine.init_weight_transfer
-        joining = submit(join_broadcasts, device, host, port, rank=0, world_size=world_size)
-        calls: list[Future[Any]] = [joining]
-        for index, engine in enumerate(self.engines):
-            offset = {"rank_offset": 1 + index * workers_per_engine}
-            calls.append(submit(engine.call, join, info | offset))
-        all_results(calls)
-        self._group = joining.result()
+    def connect(self) -> None:
+        """Get ready to send; every rank calls."""
+
+    def address(self, data: Tensor) -> dict[str, Any]:
+        """Return where engines find the bytes of a bucket, (n,) uint8; every rank calls."""
+        raise NotImplementedError
+
+    def start_sending(self, data: Tensor) -> list[Future[Any]]:
+        """Send what no address stands for; rank 0 calls."""
+        return []
 
     def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
         """Yield buckets of about `bucket_bytes` and their bytes; these are overwritten when the
@@ -127,18 +97,11 @@ class WeightTransport:
         self, entries: list[tuple[str, str, tuple[int, ...], int]], num_bytes: int
     ) -> tuple[WeightBucket, Tensor]:
         names, dtypes, shapes, offsets = zip(*entries, strict=True)
-        data, own = torch.empty(0, dtype=torch.uint8), {}
+        data = torch.empty(0, dtype=torch.uint8)
         if self.is_used:
             synchronize(self.memory.device)
-            buffer, handle = self._buffers[-1]
-            data, own = buffer[:num_bytes], {self.memory.place: handle}
-        address: dict[str, Any] = {}  # a broadcast needs none
-        if self.way == "handles":  # none goes on before all have filled their buffer
-            address = dict(ChainMap(*all_gather_object(own)))
-        elif self.way == "objects" and self.is_used:  # Ray takes it once to every other node
-            import ray  # noqa: PLC0415 - runs without Ray do not come here
-
-            address = {"object": ray.put(data.numpy())}
+            data = self._buffers[-1][0][:num_bytes]
+        address = self.address(data)
         return WeightBucket(names, dtypes, shapes, offsets, num_bytes, address), data
 
     def _turn(self, num_bytes: int) -> None:
@@ -169,9 +132,7 @@ class WeightTransport:
         pending: list[Future[Any]] = []
         for bucket, data in self.buckets(_noted(tensors, sent)):
             all_results(pending)
-            pending = self._on_all(VLLMEngine.receive_bucket, bucket)
-            if self.way == "broadcast":
-                pending.append(self._pool.submit(self._broadcast, data))
+            pending = self._on_all(VLLMEngine.receive_bucket, bucket) + self.start_sending(data)
         all_results(pending)
         receipts = all_results(self._on_all(VLLMEngine.finish_weight_update, weight_version))
         self.finish()
@@ -187,8 +148,78 @@ class WeightTransport:
     def _on_all(self, method: Callable[..., Any], *args: object) -> list[Future[Any]]:
         return [self._pool.submit(engine.call, method, *args) for engine in self.engines]
 
-    def _broadcast(self, data: Tensor) -> None:
-        self._group.broadcast(data, 0).wait()
+
+class HandleTransport(WeightTransport):
+    """Engine workers open the buffer of the trainer rank on their own GPU or node. All ranks pack
+    the same buckets at the same time.
+    """
+
+    def connect(self) -> None:  # the first rank of each place, where engine workers are
+        is_first_here = all_gather_object(self.memory.place).index(self.memory.place) == rank()
+        num_workers = len(self.engines) * self.workers_per_engine
+        self.is_used = is_first_here and rank() < num_workers
+
+    def address(self, data: Tensor) -> dict[str, Any]:
+        own = {self.memory.place: self._buffers[-1][1]} if self.is_used else {}
+        return dict(ChainMap(*all_gather_object(own)))  # none goes on before all have filled theirs
+
+
+class BroadcastTransport(WeightTransport):
+    """Rank 0 broadcasts each bucket to the workers of all engines."""
+
+    def connect(self) -> None:
+        """Meet all engines as rank 0 of one group."""
+        if rank() > 0:
+            return
+        assert self.endpoint is not None
+        (host, port), device = self.endpoint(), self.memory.device
+        world_size = 1 + len(self.engines) * self.workers_per_engine
+        info: dict[str, object] = {"device_type": device.type, "host": host, "port": port}
+        info["world_size"] = world_size
+        submit, join = self._pool.submit, VLLMEngine.init_weight_transfer
+        joining = submit(join_broadcasts, device, host, port, rank=0, world_size=world_size)
+        calls: list[Future[Any]] = [joining]
+        for index, engine in enumerate(self.engines):
+            offset = {"rank_offset": 1 + index * self.workers_per_engine}
+            calls.append(submit(engine.call, join, info | offset))
+        all_results(calls)
+        self._group = joining.result()
+
+    def address(self, data: Tensor) -> dict[str, Any]:
+        return {}
+
+    def start_sending(self, data: Tensor) -> list[Future[Any]]:
+        return [self._pool.submit(lambda: self._group.broadcast(data, 0).wait())]
+
+
+class ObjectTransport(WeightTransport):
+    """Each bucket is an object of Ray's store, which takes it once to every other node; for nodes
+    between which no group can form.
+    """
+
+    def address(self, data: Tensor) -> dict[str, Any]:
+        import ray  # noqa: PLC0415 - runs without Ray do not come here
+
+        return {"object": ray.put(data.numpy())} if self.is_used else {}
+
+
+def weight_route(
+    config: PPOConfig, device: torch.device, *, num_engines: int, num_ranks: int
+) -> tuple[type[WeightTransport], torch.device]:
+    """Return the transport of weights to engines in other processes, and the device of buckets: the fastest
+    way that works.
+
+    Two ranks of an NCCL group cannot share a GPU, so an engine that shares one with a rank of
+    another place receives gloo's broadcast.
+    """
+    vllm, cpu = config.vllm, torch.device("cpu")
+    if vllm.sync_with_ray:
+        return ObjectTransport, cpu
+    fastest = cpu if vllm.sync_backend == "gloo" else device
+    is_colocated = config.engines_share_devices
+    if is_colocated and num_engines * vllm.tensor_parallel_size <= num_ranks:
+        return HandleTransport, fastest
+    return BroadcastTransport, cpu if is_colocated else fastest
 
 
 def all_results(calls: Sequence[Future[Result]]) -> list[Result]:
