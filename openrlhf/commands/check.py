@@ -7,6 +7,7 @@ memory and disk, two rows as the model reads them, and two through the reward.
 
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -165,27 +166,29 @@ def _check_rl(
     is_cuda = None if view is None else has_gpus or None
     with gathered:
         check_here(config.ds, trains=config.trains, is_cuda=is_cuda)
-    with tempfile.TemporaryDirectory() as folder:  # for what the reward function prints
-        trial = with_value(config, "ckpt.output_dir", folder)
-        trial = with_value(trial, "reward.timeout_s", min(config.reward.timeout_s, REWARD_S))
-        inputs = gather(trial, gathered)
-        source = inputs and inputs.reward_source
-        with closing(source) if source else nullcontext():
-            if inputs is not None:
-                say_padded(config, config.named_models)
-            models = _rl_models(config, inputs, demands)
-            plan = Plan(config, models, gathered, has_gpus=has_gpus, demands=demands)
-            if inputs is not None:
-                say(plan, inputs, view)
-                if view is not None and view.has_gpus and demands:
-                    notice(f"placement\n{demand_table(demands, view)}")
-            plan.check()
-            for data in (inputs.prompts, inputs.eval_prompts, inputs.texts) if inputs else ():
-                if data is not None:
-                    say_rows(data, inputs.tokenizer)
-            if inputs is not None:
-                has_room = plan.has_room_for(config.reward_roles)
-                try_rewards(config, inputs, gathered, has_room=has_room)
+    folder = tempfile.mkdtemp()  # for what the reward function prints, which a problem may name
+    trial = with_value(config, "ckpt.output_dir", folder)
+    trial = with_value(trial, "reward.timeout_s", min(config.reward.timeout_s, REWARD_S))
+    inputs = gather(trial, gathered)
+    source = inputs and inputs.reward_source
+    with closing(source) if source else nullcontext():
+        if inputs is not None:
+            say_padded(config, config.named_models)
+        models = _rl_models(config, inputs, demands)
+        plan = Plan(config, models, gathered, has_gpus=has_gpus, demands=demands)
+        if inputs is not None:
+            say(plan, inputs, view)
+            if view is not None and view.has_gpus and demands:
+                notice(f"placement\n{demand_table(demands, view)}")
+        plan.check()
+        for data in (inputs.prompts, inputs.eval_prompts, inputs.texts) if inputs else ():
+            if data is not None:
+                say_rows(data, inputs.tokenizer)
+        if inputs is not None:
+            has_room = plan.has_room_for(config.reward_roles)
+            try_rewards(config, inputs, gathered, has_room=has_room)
+    if not gathered.problems:
+        shutil.rmtree(folder)
 
 
 def _say_training(plan: "Plan", inputs: RunInputs, view: ClusterView | None) -> None:

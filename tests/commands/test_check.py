@@ -224,6 +224,16 @@ def test_an_error_in_a_reward_is_in_the_list(capsys: pytest.CaptureFixture[str])
     assert said.count("Traceback") == 1 and "    return 1 / 0\n" in said
 
 
+def test_a_log_that_a_problem_names_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text(
+        "import os\n\ndef reward_func(queries, prompts, labels):\n"
+        "    print('out of luck', flush=True)\n    os._exit(3)\n"
+    )
+    code, _, errors = run(capsys, ppo())
+    [log] = {Path(error.split(" See ")[1].rstrip(".")) for error in errors}
+    assert code == 2 and "out of luck" in log.read_text()
+
+
 def test_a_missing_file_hides_nothing_of_another_with_a_longer_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
