@@ -2,9 +2,10 @@
 
 import ast
 import graphlib
+import re
 import sys
 
-from tests.source import Import, Module, modules
+from tests.source import ROOT, Import, Module, modules
 
 MODULES = modules()
 
@@ -195,3 +196,40 @@ def names_at_top(module: Module) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     return names
+
+
+DEVICE = re.compile(
+    r"is_cuda|is_cpu|has_gpu|cuda\.is_available|device_type|device\.type|'cpu'|'cuda'"
+)
+SEAMS = {
+    "engines/vllm_cpu.py",
+    "models/packing.py",
+    "distributed/collectives.py",
+    "engines/weight_transfer.py",
+    "engines/weight_receiver.py",
+}
+# Files that read the device for a default, for what a machine has or for a random generator.
+READS_DEVICE = {
+    "algorithms/tokens.py",
+    "commands/check.py",
+    "commands/check_memory.py",
+    "distributed/checkpoints.py",
+    "distributed/train_engine.py",
+    "models/loading.py",
+    "models/support.py",
+    "trainer/local_cluster.py",
+    "trainer/ppo_utils/demands.py",
+    "trainer/ray/cluster.py",
+    "trainer/ray/placement.py",
+    "utils/gpus.py",
+}
+
+
+def test_a_device_is_a_value_and_branches_on_it_are_where_they_are_known():
+    found = {
+        path.relative_to(ROOT / "openrlhf").as_posix()
+        for path in (ROOT / "openrlhf").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.If | ast.IfExp) and DEVICE.search(ast.unparse(node.test))
+    }
+    assert found == SEAMS | READS_DEVICE

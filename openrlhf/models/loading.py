@@ -430,8 +430,7 @@ def own_memory(model: PreTrainedModel) -> None:
     if default_device_type() != "cpu":
         return
     for parameter in tracked(list(model.parameters()), "copying weights into memory"):
-        if parameter.device.type == "cpu":
-            parameter.data = parameter.data.clone()
+        parameter.data = parameter.data.clone()
 
 
 def check_finite(model: PreTrainedModel, path: str) -> None:

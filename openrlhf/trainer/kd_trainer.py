@@ -152,7 +152,7 @@ class KDTrainer(SFTTrainer):
         return {teacher_path(config): config.teacher.offload}
 
     @classmethod
-    def row_format(cls, config: KDConfig) -> dict[str, Any]:
+    def row_format(cls, config: Any) -> dict[str, Any]:
         return {"pretrain_mode": config.model.pretrain_mode_enable}
 
     @classmethod

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from openrlhf.algorithms.language_loss import sft_loss
 from openrlhf.config.base import is_given
-from openrlhf.config.supervised import SFTConfig
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
 from openrlhf.trainer.base_trainer import BaseTrainer
 from openrlhf.utils.metrics import Metrics
@@ -23,7 +22,7 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
     judged_by = ("gpt_loss", "acc")
 
     @classmethod
-    def row_format(cls, config: SFTConfig) -> dict[str, Any]:
+    def row_format(cls, config: Any) -> dict[str, Any]:
         is_typed = is_given(config, "model.pretrain_mode_enable")  # else the columns tell
         return {"pretrain_mode": config.model.pretrain_mode_enable if is_typed else None}
 

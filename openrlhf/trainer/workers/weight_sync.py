@@ -206,8 +206,8 @@ class ObjectTransport(WeightTransport):
 def weight_route(
     config: PPOConfig, device: torch.device, *, num_engines: int, num_ranks: int
 ) -> tuple[type[WeightTransport], torch.device]:
-    """Return the transport of weights to engines in other processes, and the device of buckets:
-    the fastest way that works.
+    """Return the fastest transport of weights to engines in other processes that works, and the
+    device of its buckets.
 
     Two ranks of an NCCL group cannot share a GPU, so an engine that shares one with a rank of
     another place receives gloo's broadcast.
