@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from openrlhf.config.cli import leaves
 from openrlhf.config.common import WandbConfig
@@ -97,13 +97,11 @@ def write_wandb(
     run.finish()
 
 
-def write_trackio(
-    records: Iterator[Record], settings: WandbConfig, config: Mapping, library: Any = None
-) -> None:
+def write_trackio(records: Iterator[Record], settings: WandbConfig, config: Mapping) -> None:
     """Send records and config to trackio, which keeps them on this machine unless its own variables
     name a server.
     """
-    trackio = library or import_module("trackio")
+    trackio = import_module("trackio")
     run = trackio.init(
         project=settings.project,
         name=settings.run_name,
@@ -119,11 +117,9 @@ def write_trackio(
     run.finish()
 
 
-def write_mlflow(
-    records: Iterator[Record], settings: WandbConfig, config: Mapping, library: Any = None
-) -> None:
+def write_mlflow(records: Iterator[Record], settings: WandbConfig, config: Mapping) -> None:
     """Send records and config to MLflow, whose variables name the server."""
-    mlflow = library or import_module("mlflow")
+    mlflow = import_module("mlflow")
     mlflow.set_experiment(settings.project)
     params = list(leaves(config))
     with mlflow.start_run(run_name=settings.run_name):

@@ -2,8 +2,7 @@
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -18,6 +17,7 @@ from openrlhf.commands.serve_rm import (
     uvicorn_config,
 )
 from openrlhf.config.serving import ServeRewardConfig
+from tests.helpers.processes import wait_until
 
 JSON = {"content-type": "application/json"}
 
@@ -75,11 +75,3 @@ def unharmed(server: Served) -> Iterator[Served]:
     assert len(server.rewards("good")) == 1
     state = {"ready": True, "reason": None, "queued": 0, "requests": 0}
     assert server.client.get("/ready").json() == state
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Poll until it is so."""
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.005)

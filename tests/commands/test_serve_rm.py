@@ -28,7 +28,8 @@ from openrlhf.commands.serve_rm import read_token
 from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_sequence_model
-from tests.commands.served import JSON, serving, unharmed, wait_until
+from tests.commands.served import JSON, serving, unharmed
+from tests.helpers.processes import wait_until
 from tests.models.helpers import scores_of
 from tests.source import ROOT
 from tests.tiny import Payload, make_reward_model

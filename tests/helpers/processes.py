@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,16 +87,24 @@ def workers(title: str) -> list[psutil.Process]:
 def ends(*pids: int) -> bool:
     """Whether processes end within some seconds; nobody may have waited for an orphan here."""
     deadline = time.monotonic() + 5
-    while any(map(_runs, pids)) and time.monotonic() < deadline:
+    while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not any(map(_runs, pids))
+    return not any(map(runs, pids))
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Poll until it is so."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.005)
 
 
 OF_CALLER = {

@@ -15,6 +15,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.rollout.agents import episodes
 from openrlhf.rollout.agents.episode import EpisodeResult
 from openrlhf.utils.agent import AgentError
+from tests.helpers.processes import runs, wait_until
 from tests.rollout.agent_fakes import (
     StreamingEngine,
     act_one,
@@ -36,13 +37,6 @@ def environment(body: str, header: str = "async def step(self, states)") -> str:
     lines = body.strip().splitlines()
     indented = "\n".join(f"        {line}" for line in lines)
     return f"{HEAD}\nclass AgentInstance(AgentInstanceBase):\n    {header}:\n{indented}\n"
-
-
-def wait_until(is_so, *, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.05)
 
 
 def outcome(tmp_path, tokenizer, code, say=None, **limits):
@@ -216,13 +210,6 @@ def test_what_an_agent_started_ends_with_it(ending, tmp_path, tiny_tokenizer):
     children = [int(pid) for pid in pids.read_text().split()]
     assert len(children) == 2
     wait_until(lambda: not any(map(runs, children)), seconds=10)
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 DRIVER = """
