@@ -48,6 +48,10 @@ class SamplingSettings:
         seed = (self.seed << 32) + row_id * self.num_samples
         return replace(self, seed=seed % 2**SEED_BITS)
 
+    def for_sample(self, k: int) -> "SamplingSettings":
+        """Return the settings of sample k of a prompt by itself."""
+        return replace(self, num_samples=1, seed=None if self.seed is None else self.seed + k)
+
 
 @dataclass(frozen=True)
 class GenerationRequest:

@@ -57,6 +57,20 @@ def test_rollouts_come_prompt_by_prompt_with_all_that_training_needs(tmp_path, t
     assert batch.failed == {}
 
 
+def test_samples_of_a_prompt_have_seeds_of_their_own_where_there_is_a_seed(
+    tmp_path, tiny_tokenizer
+):
+    asked = []
+
+    def say(request):
+        asked.append((request.request_id, request.sampling.seed))
+        return [tiny_tokenizer.eos_token_id]
+
+    generate(tmp_path, tiny_tokenizer, ["a", "b"], say=say, num_samples=2, seed=1)
+    seeds = {name.rpartition("/")[0]: seed - 2**32 for name, seed in asked}
+    assert seeds == {"step1/1/0": 0, "step1/1/1": 1, "step1/2/0": 2, "step1/2/1": 3}
+
+
 def test_a_failed_episode_ends_the_run_by_default(tmp_path, tiny_tokenizer):
     with pytest.raises(AgentError, match=re.escape("row 2: exception: ")) as info:
         generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2)

@@ -11,7 +11,6 @@ import math
 import multiprocessing
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -178,8 +177,11 @@ class AgentEpisodes:
     async def act(self, request: RolloutRequest) -> list[Rollout]:
         """Return the rollouts of all episodes; AgentError when one has failed after its retries."""
         prompt, metrics = request.prompt, request.metrics
-        one, num_samples = replace(request.sampling, num_samples=1), request.sampling.num_samples
-        asked = [EpisodeRequest(f"{request.name}/{k}", prompt, one) for k in range(num_samples)]
+        sampling = request.sampling
+        asked = [
+            EpisodeRequest(f"{request.name}/{k}", prompt, sampling.for_sample(k))
+            for k in range(sampling.num_samples)
+        ]
         episodes = [asyncio.ensure_future(self.run(each, metrics)) for each in asked]
         try:
             results = await asyncio.gather(*episodes)
