@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli.main import COMMANDS
+from openrlhf.utils.tracker import read_metrics
 from tests.helpers.documents import blocks, commands, named
 from tests.source import ROOT
 
@@ -30,20 +31,20 @@ SAMPLING = "--input_key question --apply_chat_template --prompt_max_len 64"
 # Beside the flags of README, where it has an example of the command. Later flags win.
 FLAGS = {
     "sft": "",
-    "ppo-local": "--num_episodes 1 --dump 1",
+    "ppo-local": "--max_samples 16 --dump 1",
     "rm": f"--dataset pairs.jsonl --prompt_key prompt --apply_chat_template {SIZES}",
     "dpo": f"--dataset pairs.jsonl --prompt_key prompt --apply_chat_template {SIZES}",
     "kto": "--dataset rated.jsonl --input_key question --output_key answer --label_key label "
     f"--apply_chat_template {SIZES}",
     "prm": f"--dataset solutions.jsonl --placeholder_token e --reward_tokens a b {SIZES}",
-    "kd": "--teacher_model output/sft --dataset problems.jsonl --input_key question "
+    "kd": "--teacher_model output/sft --dataset held_out.jsonl --input_key question "
     f"--output_key answer --apply_chat_template {SIZES}",
-    "ppo": "--prompt_data problems.jsonl --eval_dataset problems.jsonl --eval_steps -1 "
+    "ppo": "--prompt_data rated.jsonl --eval_dataset held_out.jsonl --eval_steps -1 "
     "--actor_num_gpus_per_node 1 --ref_num_gpus_per_node 1 --vllm_num_engines 1 "
     "--rollout_batch_size 2 --train_batch_size 16 --prompt_max_len 64 --generate_max_len 16",
-    "eval": f"--eval_dataset problems.jsonl --label_key answer {SAMPLING} --generate_max_len 16 "
+    "eval": f"--eval_dataset held_out.jsonl --label_key answer {SAMPLING} --generate_max_len 16 "
     "--remote_rm_url reward.py --eval_n_samples_per_prompt 4",
-    "infer": f"--dataset problems.jsonl {SAMPLING} --max_new_tokens 16 --temperature 0",
+    "infer": f"--dataset rated.jsonl {SAMPLING} --max_new_tokens 16 --temperature 0",
     "merge-lora": "--lora_path output/lora --output_path output/merged",
     "check": "sft --dataset problems.jsonl --input_key question --output_key answer",
 }
@@ -90,11 +91,11 @@ def start(folder: Path, *words: str, **pipes: int) -> subprocess.Popen:
     )
 
 
-def run(folder: Path, *words: str, said: str | None = None) -> str:
+def run(folder: Path, *words: str, said: str | None = None, timeout_s: float = TIMEOUT_S) -> str:
     """Run a command, which must end well and without a traceback; return what it printed."""
     with start(folder, *words, stdin=subprocess.PIPE) as process:
         try:
-            output, _ = process.communicate(said, timeout=TIMEOUT_S)
+            output, _ = process.communicate(said, timeout=timeout_s)
         finally:
             process.kill()
     assert process.returncode == 0, output[-4000:]
@@ -118,6 +119,16 @@ def test_every_command_of_the_readme_is_here():
     assert set(COMMANDS) == set(FLAGS) | without_flags | needs_an_account
 
 
+def test_getting_started_repeats_the_first_training_of_the_readme():
+    readme, getting_started = (
+        [block.text for language in ("bash", "python") for block in blocks(language, document)]
+        for document in DOCUMENTS
+    )
+    first = [text for text in readme if "held_out.jsonl" in text or "def reward_func" in text]
+    assert len(first) == 2
+    assert set(first) <= set(getting_started)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("name", TRAINING)
@@ -128,6 +139,19 @@ def test_a_command_writes_its_run_folder(name, folder):
     if name != "eval":
         model = {"config.json", "tokenizer.json", "chat_template.jinja", "curves.png"}
         assert model <= written
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT_S)
+def test_the_first_training_of_the_readme_learns(folder):
+    if (folder / "model").resolve() != REAL_MODEL.resolve():
+        pytest.skip("a random model has nothing to learn from")
+    words = [*example("ppo-local", DOCUMENTS[0], folder), "--pretrain", "model"]
+    run(folder, "ppo-local", *words, timeout_s=3 * TIMEOUT_S)
+    before, *steps, after = read_metrics(folder / "output" / "sums" / "metrics.jsonl")
+    rewards = [step["reward"] for step in steps]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.3, rewards  # 64 samples each: 5 standard errors
+    assert after["eval/eval_default_pass1"] > before["eval/eval_default_pass1"] + 0.15
 
 
 @pytest.mark.slow
@@ -182,7 +206,7 @@ def test_a_reward_model_is_served(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 def test_getting_started_is_true_of_the_model(folder):
-    sizes = [*("--pretrain", "model"), *("--num_episodes", "1")]
+    sizes = [*("--pretrain", "model"), *("--max_samples", "16")]
     words = example("ppo-local", DOCUMENTS[1], folder)
     run(folder, "check", "ppo-local", *words, *sizes)
     run(folder, "ppo-local", *words, *sizes)
