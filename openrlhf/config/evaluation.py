@@ -9,6 +9,7 @@ from openrlhf.config.common import (
     RunFolderConfig,
     SampleLoggerConfig,
     TokenChoiceConfig,
+    clashes,
 )
 from openrlhf.config.generation import (
     EngineConfig,
@@ -147,6 +148,9 @@ class EvaluateConfig(GenerationRunConfig):
         if output.endswith(".jsonl"):
             folder = output.removesuffix(".jsonl")
             yield f"--output_path names a folder: {output}. Type --output_path {folder}."
+        engines, scores = self.vllm.num_engines, bool(self.reward.model_paths)
+        without_effect = self.ds.load_in_4bit and engines > 0 and not scores
+        yield from clashes(("--load_in_4bit", f"--vllm_num_engines {engines}", without_effect))
         num_samples = self.rollout.n_samples_per_prompt
         for k in self.ks:
             if not 1 <= k <= num_samples:

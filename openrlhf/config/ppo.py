@@ -240,11 +240,6 @@ class AdvantageConfig(Base):
                 f"{of_gating} has an upper bound alone: --is_correction_threshold {low:g} {high:g}."
                 f" Type --is_correction_threshold {DIVERGENCE_BOUNDS[gating]}."
             )
-        elif is_on and gating == "tv" and high >= 1:
-            yield (
-                f"{of_gating} is at most 1, and --is_correction_threshold {high:g} "
-                f"lets everything pass. Type --is_correction_threshold {DIVERGENCE_BOUNDS[gating]}."
-            )
 
 
 class KLConfig(Base):

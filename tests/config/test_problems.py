@@ -68,9 +68,6 @@ PPO_PROBLEMS = [
     ("--is_correction_level seq --is_correction_gating binary_kl --is_correction_threshold 0.1 1",
      "--is_correction_gating binary_kl has an upper bound alone: --is_correction_threshold 0.1 1. "
      "Type --is_correction_threshold 0.05."),
-    ("--is_correction_level seq --is_correction_gating tv --is_correction_threshold 5",
-     "--is_correction_gating tv is at most 1, and --is_correction_threshold 5 lets everything "
-     "pass. Type --is_correction_threshold 0.1."),
     ("--rollout_batch_size 128 --vllm_generate_batch_size 256",
      "--vllm_generate_batch_size 256 is more than --rollout_batch_size 128. Add --async_train, "
      "which generates ahead."),
@@ -113,6 +110,7 @@ CLASHES = [
      "--ds_tensor_parallel_size 2 with --zero_stage 3"),
     (SFTConfig, "--load_in_4bit", "--load_in_4bit with --lora_rank 0"),
     (SFTConfig, "--pretrain_mode --multiturn", "--pretrain_mode with --multiturn"),
+    (EvaluateConfig, "--load_in_4bit", "--load_in_4bit with --vllm_num_engines 1"),
     (DPOConfig, "--loss_type exo_pair --label_smoothing 0",
      "--label_smoothing 0.0 with --loss_type exo_pair"),
     (DPOConfig, "--ipo --label_smoothing 0.1", "--label_smoothing 0.1 with --loss_type ipo"),
@@ -135,6 +133,14 @@ def test_settings_that_do_not_go_together_are_named(config_class, line, both):
 )
 def test_one_problem_is_one_line_with_flag_value_and_remedy(config_class, line, expected):
     assert problems(config_class, NEEDS[config_class] + line) == [expected]
+
+
+@pytest.mark.parametrize(
+    "rest", ["--remote_rm_url r.py --vllm_num_engines 0", "--reward_pretrain m"]
+)
+def test_an_evaluation_takes_4_bits_where_a_model_of_its_own_is_held_so(rest):
+    line = f"--models m --dataset d --load_in_4bit {rest}"
+    assert parse_config(EvaluateConfig, line.split()).config.ds.load_in_4bit
 
 
 def test_all_problems_are_listed_together():

@@ -87,7 +87,8 @@ class FrozenPolicyActor(ModelWorker):
 
     def init_model(self) -> int:
         """Load the policy; return its parameter count."""
-        model = load_causal_lm(self.config.policy_path, self.config).to(self.strategy.device).eval()
+        model = load_causal_lm(self.config.policy_path, self.config).eval()
+        model = model if self.config.ds.load_in_4bit else model.to(self.strategy.device)
         self.generator = OwnGenerate(
             model,
             stream=self.strategy.topology.dp_rank,
