@@ -54,7 +54,8 @@ def test_a_merged_model_has_the_generation_config_of_its_adapter(tmp_path):
     save_adapter(model, tmp_path / "adapter", task_type="CAUSAL_LM")
     combine(base, tmp_path / "adapter", tmp_path / "plain")
     assert GenerationConfig.from_pretrained(tmp_path / "plain").eos_token_id == 1  # of the base
-    GenerationConfig(eos_token_id=[1, 7], top_k=5, do_sample=True).save_pretrained(tmp_path / "adapter")
+    own = GenerationConfig(eos_token_id=[1, 7], top_k=5, do_sample=True)
+    own.save_pretrained(tmp_path / "adapter")
     combine(base, tmp_path / "adapter", tmp_path / "merged")
     found = GenerationConfig.from_pretrained(tmp_path / "merged")
     assert (found.eos_token_id, found.top_k) == ([1, 7], 5)
