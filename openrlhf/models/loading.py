@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -73,7 +74,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
         raise ConfigError(f"Model path {path!r} holds no config.json. {remedy}")
     try:
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)} {remedy}") from error
 
 

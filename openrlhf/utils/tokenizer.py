@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -59,7 +60,7 @@ def load_tokenizer(
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         problem = f"cannot be loaded: {first_line(error)} Give a folder with tokenizer files, or a "
         problem += "hub name that can be reached."
         if "trust_remote_code" in str(error):

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from openrlhf.errors import ConfigError
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import load_causal_lm, load_config
+from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import write_jsonl
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
@@ -60,6 +61,13 @@ def test_a_config_that_makes_no_model_is_refused(
 ) -> None:
     edit(model, **{field: value})
     assert message in refusal(model, refuse)
+
+
+def test_a_number_as_text_in_a_config_is_named_by_model_and_tokenizer(model: Path) -> None:
+    edit(model, hidden_size="64")
+    for load in (load_config, load_tokenizer):
+        with pytest.raises(ConfigError, match="field 'hidden_size'"):
+            load(str(model))
 
 
 def test_an_index_that_leads_out_of_the_folder_is_refused(model: Path, refuse) -> None:
