@@ -51,7 +51,7 @@ SHOWN = ("reward", "advantages", "log_ratio", "is_clipped", "kl", "loss")
 
 
 @dataclass(frozen=True)
-class Kept:
+class DumpedStep:
     """A kept step, as it is read from its folder."""
 
     folder: Path
@@ -83,7 +83,7 @@ def run_replay(config: ReplayConfig) -> None:
     show_tokens(run, kept, experience, results)
 
 
-def read_step(run_dir: Path, step: int) -> Kept:
+def read_step(run_dir: Path, step: int) -> DumpedStep:
     """Read a step that was kept; raise ConfigError that names those that were."""
     folders = {
         int(path.parent.name.rpartition("_")[2]): path.parent
@@ -97,7 +97,7 @@ def read_step(run_dir: Path, step: int) -> Kept:
         )
     told = read_json(folders[step] / FACTS)
     saved = torch.load(folders[step] / SAMPLES, weights_only=True)
-    return Kept(
+    return DumpedStep(
         folders[step],
         StepInputs(**told["facts"]),
         told["num_done"],
@@ -139,7 +139,7 @@ def take_up(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
 
 
 def step_again(
-    config: PPOConfig, groups: Mapping[str, WorkerGroup], kept: Kept
+    config: PPOConfig, groups: Mapping[str, WorkerGroup], kept: DumpedStep
 ) -> tuple[Experience, dict[str, list[UpdateResult]], str | None]:
     """Make experience and updates as the trainer does; return what became of the updates of each
     model, and how they failed.
@@ -183,7 +183,9 @@ def pretraining_texts(config: PPOConfig) -> SFTDataset | None:
     return texts
 
 
-def compare(kept: Kept, results: Mapping[str, list[UpdateResult]], failure: str | None) -> None:
+def compare(
+    kept: DumpedStep, results: Mapping[str, list[UpdateResult]], failure: str | None
+) -> None:
     """Print the numbers of the updates, and whether they are those of the run."""
     metrics = Metrics()
     for part in itertools.chain(*results.values()):
@@ -209,7 +211,7 @@ def compare(kept: Kept, results: Mapping[str, list[UpdateResult]], failure: str 
 
 def show_tokens(
     config: PPOConfig,
-    kept: Kept,
+    kept: DumpedStep,
     experience: Experience,
     results: Mapping[str, list[UpdateResult]],
 ) -> None:

@@ -344,7 +344,7 @@ class EvalEngine:
         return self.model(*args, **kwargs)
 
 
-class Part(NamedTuple):
+class Partition(NamedTuple):
     """Numbers of a parameter that this rank optimizes, as part of a flat tensor."""
 
     name: str
@@ -412,7 +412,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         ) from None
 
 
-def _parts(engine: "DeepSpeedEngine") -> Iterator[Part]:
+def _parts(engine: "DeepSpeedEngine") -> Iterator[Partition]:
     """Yield the parts of parameters that this rank optimizes."""
     stage, zero = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:  # a part of each parameter, the last ones padded
@@ -425,16 +425,16 @@ def _parts(engine: "DeepSpeedEngine") -> Iterator[Part]:
                 size = parameter.partition_numel()
                 start = size * torch.distributed.get_rank(parameter.ds_process_group)
                 numel = max(0, min(size, parameter.ds_numel - start))
-                yield Part(names[id(parameter)], parameter, start, numel, flat, offset)
+                yield Partition(names[id(parameter)], parameter, start, numel, flat, offset)
                 offset += size
         return
     for name, parameter in _trained(engine):
         if stage == 0:
-            yield Part(name, parameter, 0, parameter.numel(), parameter, 0)
+            yield Partition(name, parameter, 0, parameter.numel(), parameter, 0)
         elif (mapping := parameter._hp_mapping) is not None:  # a part of one tensor of a group
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
             flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
-            yield Part(name, parameter, here.start, here.numel, flat, there.start)
+            yield Partition(name, parameter, here.start, here.numel, flat, there.start)
 
 
 def _samples(engine: "DeepSpeedEngine") -> Tensor:

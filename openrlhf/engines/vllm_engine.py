@@ -21,7 +21,7 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.errors import ConfigError, EngineError, WeightSyncError, first_line
 from openrlhf.utils.threads import release_cores, telling
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 ABORT_S = 10.0  # until a request that does not stop is left behind
 ENVIRONMENT = {
@@ -71,7 +71,7 @@ class VLLMEngine:
         is_eager = self.llm.model_config.enforce_eager
         self._stance = "force_eager" if is_eager else "default"
 
-    def call(self, method: Callable[..., Answer], *args: object) -> Answer:
+    def call(self, method: Callable[..., Result], *args: object) -> Result:
         """Run a method of this class."""
         return method(self, *args)
 
@@ -201,10 +201,10 @@ class VLLMEngine:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _queue(self, command: Callable[[], Answer]) -> Future[Answer]:
+    def _queue(self, command: Callable[[], Result]) -> Future[Result]:
         """Have the engine's thread run a command, before its next step."""
 
-        def run() -> Answer:
+        def run() -> Result:
             self._check_is_up()
             try:
                 return command()
@@ -213,7 +213,7 @@ class VLLMEngine:
 
         return self._thread.submit(run)
 
-    def _call(self, command: Callable[[], Answer]) -> Answer:
+    def _call(self, command: Callable[[], Result]) -> Result:
         return self._queue(command).result()
 
     def _check_is_up(self) -> None:
@@ -289,10 +289,10 @@ class VLLMEngine:
         """Call a method of every worker; return the results, by worker."""
         return self.llm.collective_rpc(method, kwargs=options)
 
-    def _update(self, command: Callable[[], Answer]) -> Answer:
+    def _update(self, command: Callable[[], Result]) -> Result:
         """Run a part of an update; the engine ends where it fails: it holds half of the weights."""
 
-        def run() -> Answer:
+        def run() -> Result:
             assert not self._is_current, "begin_weight_update was not called"
             try:
                 return command()

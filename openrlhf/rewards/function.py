@@ -51,7 +51,7 @@ RewardFunction = Callable[..., object]
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedFunction:
     """One function and its share in the reward."""
 
     function: RewardFunction
@@ -68,7 +68,7 @@ class Part:
 class UserFunctions:
     """The functions of one or several files, with their ways of being called."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[WeightedFunction]) -> None:
         """Raise ConfigError for functions of the same name."""
         self.parts = parts
         self.names = [part.name for part in parts]
@@ -112,7 +112,7 @@ class UserFunctions:
                 "one weight for each function."
             )
         shares = zip(functions, weights or [1.0] * len(functions), strict=True)
-        return cls([Part(f, _source_file(f), _name(f), weight) for f, weight in shares])
+        return cls([WeightedFunction(f, _source_file(f), _name(f), weight) for f, weight in shares])
 
     def check(self, batch: RewardBatch) -> None:
         """Raise ConfigError for an argument that neither a form nor a column of the batch has."""
@@ -168,7 +168,7 @@ class UserFunctions:
         )
 
     def _answer(
-        self, part: Part, batch: RewardBatch
+        self, part: WeightedFunction, batch: RewardBatch
     ) -> tuple[Sequence[float | None], RewardResult]:
         """Return the numbers of a function, B, and what it said beside them."""
         logs: dict[str, object] = {}
@@ -187,7 +187,7 @@ class UserFunctions:
         said = {"rewards": [0.0] * len(batch), "extra_logs": logs, "extra_columns": columns}
         return numbers, checked_result(said, batch=batch, source=part.source)
 
-    def _call(self, part: Part, **arguments: object) -> object:
+    def _call(self, part: WeightedFunction, **arguments: object) -> object:
         with blaming(part.file, RewardError):
             answer = part.function(**arguments)
             if inspect.isawaitable(answer):
@@ -233,19 +233,19 @@ class CallableReward(RewardSource):
         return self.function.shown(batch)
 
 
-def _parts_at(place: str, load: Callable[[str], ModuleType]) -> Iterator[Part]:
+def _parts_at(place: str, load: Callable[[str], ModuleType]) -> Iterator[WeightedFunction]:
     """Yield the function at `file.py:name`, or those that a file is made of."""
     file, name = split_name(place)
     module = load(file)
     if name:
-        yield Part(member(module, name, file), file, name, 1.0)
+        yield WeightedFunction(member(module, name, file), file, name, 1.0)
         return
     functions = _functions(module, file)
     own = _weights(module, file, len(functions))
     for function, share in zip(functions, own, strict=True):
         called = _name(function)  # every file may have a reward_func
         called = Path(file).stem if called == FUNCTION_NAME else called
-        yield Part(function, file, called, share)
+        yield WeightedFunction(function, file, called, share)
 
 
 def _functions(module: ModuleType, path: str) -> list[RewardFunction]:
@@ -366,7 +366,7 @@ def _of_rows(
     return numbers, dict(logs), {k: v for k, v in beside.items() if k not in logs}
 
 
-def _unknown(part: Part, batch: RewardBatch) -> str:
+def _unknown(part: WeightedFunction, batch: RewardBatch) -> str:
     """Return the problem of the arguments of a function; empty if it can be called."""
     signature = inspect.signature(part.function)
     known = _arguments(part.function, batch)

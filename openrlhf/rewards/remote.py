@@ -51,7 +51,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """A response, whole."""
 
     status: int
@@ -103,15 +103,15 @@ class RemoteReward(RewardSource):
             "X-Request-Id": uuid.uuid4().hex,
         }
         async with self._places:  # the time limit begins when it is this request's turn
-            server, answer = await self._tries(batch, body, headers)
-        return result_of(answer, batch, server)
+            server, reply = await self._tries(batch, body, headers)
+        return result_of(reply, batch, server)
 
     async def release(self) -> None:
         await self._client.aclose()
 
     async def _tries(
         self, batch: RewardBatch, body: bytes, headers: dict[str, str]
-    ) -> tuple[Server, Answer]:
+    ) -> tuple[Server, Reply]:
         """Try until there is a response, or until time has ended."""
         start_s = time.monotonic()
         end_s = start_s + self.timeout_s
@@ -125,7 +125,7 @@ class RemoteReward(RewardSource):
                 continue
             num_tries += 1
             found = await self._try(server, body, headers, end_s - now_s)
-            if isinstance(found, Answer):
+            if isinstance(found, Reply):
                 return server, found
             self._warn(server, found.problem)
             problem = f"{server.url}: {found.problem}"
@@ -146,25 +146,25 @@ class RemoteReward(RewardSource):
 
     async def _try(
         self, server: Server, body: bytes, headers: dict[str, str], left_s: float
-    ) -> Answer | Failure:
+    ) -> Reply | Failure:
         """Return the response, or what happened where another try may go better."""
         timeout_s = min(self.try_timeout_s, left_s)
         server.num_in_flight += 1
         try:
-            answer = await asyncio.wait_for(self._post(server.url, body, headers), timeout_s)
+            reply = await asyncio.wait_for(self._post(server.url, body, headers), timeout_s)
         except TimeoutError:
             return Failure(f"no answer in {timeout_s:.1f} s")
         except httpx.RequestError as error:
             return Failure(f"{type(error).__name__} {error}".strip())
         finally:
             server.num_in_flight -= 1
-        if answer.status == 429 or answer.status >= 500:
-            wait = answer.headers.get("retry-after", "")
-            problem = f"answered {answer.status}: {start_of(answer.content)}"
+        if reply.status == 429 or reply.status >= 500:
+            wait = reply.headers.get("retry-after", "")
+            problem = f"answered {reply.status}: {start_of(reply.content)}"
             return Failure(problem, float(wait) if wait.isdecimal() else 0.0)
-        return answer
+        return reply
 
-    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> Answer:
+    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> Reply:
         """Return the response of a server; raise RewardError for more bytes than may be."""
         content = bytearray()
         async with self._client.stream("POST", url, content=body, headers=headers) as response:
@@ -179,7 +179,7 @@ class RemoteReward(RewardSource):
         if len(unpacked) > MAX_BYTES:
             most = MAX_BYTES // 2**20
             raise RewardError(f"{url}: the answer is larger than {most} MiB. Send rewards alone.")
-        return Answer(response.status_code, unpacked, response.headers)
+        return Reply(response.status_code, unpacked, response.headers)
 
 
 def _host_of(url: str) -> str:
@@ -211,16 +211,16 @@ def body_of(batch: RewardBatch) -> bytes:
     return json.dumps(lists, default=str).encode()
 
 
-def result_of(answer: Answer, batch: RewardBatch, server: Server) -> RewardResult:
+def result_of(reply: Reply, batch: RewardBatch, server: Server) -> RewardResult:
     """Return the rewards in a response; raises RewardError for any other."""
-    url, content, names = server.url, answer.content, batch.names()
-    if target := answer.headers.get("location", "") if 300 <= answer.status < 400 else "":
+    url, content, names = server.url, reply.content, batch.names()
+    if target := reply.headers.get("location", "") if 300 <= reply.status < 400 else "":
         raise RewardError(
-            f"{url}: answered {answer.status} for {names}: it redirects to "
+            f"{url}: answered {reply.status} for {names}: it redirects to "
             f"{urljoin(url, target)!r:.{MAX_TEXT_SHOWN}}. Type that address as --remote_rm_url."
         )
-    if answer.status != 200:
-        status = answer.status
+    if reply.status != 200:
+        status = reply.status
         raise RewardError(f"{url}: answered {status} for {names}: {start_of(content)}")
     fields = None
     with suppress(ValueError, RecursionError):

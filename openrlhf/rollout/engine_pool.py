@@ -19,13 +19,13 @@ from openrlhf.utils.tokenizer import Tokenizer
 WAIT_S = 4 * 3600.0  # for one request, with those before it
 GATHER_S = 0.005  # requests that come within this time are sampled together
 
-Answer = list[Completion]
+Completions = list[Completion]
 
 
 class Sampler(Protocol):
     """One engine: vLLM in this process or in an actor, or a model that generates in batches."""
 
-    async def sample(self, request: GenerationRequest) -> Answer:
+    async def sample(self, request: GenerationRequest) -> Completions:
         """Return the completions of a request; raises EngineError.
 
         Cancelling it stops the sampling, and ends when the engine has stopped.
@@ -83,7 +83,7 @@ class EnginePool:
             group.append(rollout)
         return group
 
-    async def generate(self, request: GenerationRequest) -> Answer:
+    async def generate(self, request: GenerationRequest) -> Completions:
         """Return the completions of a request; raises EngineError."""
         k = min(range(len(self._loads)), key=self._loads.__getitem__)
         self._loads[k] += request.sampling.num_samples
@@ -106,26 +106,28 @@ class EnginePool:
 class BatchSampler:
     """A model that samples whole batches: while one is sampled, the next is gathered."""
 
-    def __init__(self, generate: Callable[[Sequence[GenerationRequest]], list[Answer]]) -> None:
+    def __init__(
+        self, generate: Callable[[Sequence[GenerationRequest]], list[Completions]]
+    ) -> None:
         """`generate` returns the completions of every request."""
         self._generate = generate
         # One thread, which the end of the program does not wait for, as it would for an executor's.
         self._thread = LoopThread("own-generate")
-        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Answer]]] = []
+        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completions]]] = []
         self._work: asyncio.Future[None] | None = None
-        self._call: asyncio.Future[list[Answer]] | None = None  # of the batch that is sampled
+        self._call: asyncio.Future[list[Completions]] | None = None  # of the batch that is sampled
 
-    async def sample(self, request: GenerationRequest) -> Answer:
+    async def sample(self, request: GenerationRequest) -> Completions:
         """Return the completions of a request.
 
         One that is cancelled before its batch begins is left out; else its batch goes on.
         """
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, answer))
+        completions: asyncio.Future[Completions] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, completions))
         if self._work is None or self._work.done():
             self._work = asyncio.ensure_future(self._sample_batches())
         try:
-            return await answer
+            return await completions
         except asyncio.CancelledError:
             if self._call is not None:
                 await asyncio.wait([self._call])
@@ -142,10 +144,10 @@ class BatchSampler:
             self._call = asyncio.ensure_future(self._thread.call(self._generate, requests))
             await asyncio.wait([self._call])
             error = self._call.exception()
-            for index, (_, answer) in enumerate(batch):
-                if answer.done():  # cancelled meanwhile
+            for index, (_, completions) in enumerate(batch):
+                if completions.done():  # cancelled meanwhile
                     continue
                 if error is None:
-                    answer.set_result(self._call.result()[index])
+                    completions.set_result(self._call.result()[index])
                 else:
-                    answer.set_exception(error)
+                    completions.set_exception(error)

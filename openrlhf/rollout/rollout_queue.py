@@ -36,7 +36,7 @@ GROUPS = "finished_groups.pt"
 OF_PROMPT = {"group_id", "row_id", "label", "datasource", "columns", "source_prompt"}
 
 # A prompt whose samples wait for their step: its key, the steps that ended since it was started.
-Kept = tuple[Key, int, list[Rollout]]
+SavedGroup = tuple[Key, int, list[Rollout]]
 
 
 class RolloutQueue:
@@ -61,7 +61,7 @@ class RolloutQueue:
         self.limits = limits
         self._core = AsyncController(limits, sampler.ledger)
         self._groups: dict[Key, list[Rollout]] = {}  # finished, not yet taken
-        self._kept: Sequence[Kept] = ()  # finished ones of a checkpoint
+        self._kept: Sequence[SavedGroup] = ()  # finished ones of a checkpoint
         self._news = asyncio.Event()  # a group is finished, or generation has ended
         self._failed: dict[int, str] = {}  # row -> why, since the last step
         self._metrics = Metrics()
@@ -139,7 +139,7 @@ class RolloutQueue:
         self.sampler.load_state_dict(state)
 
     @on_loop
-    async def finished_groups(self) -> list[Kept]:
+    async def finished_groups(self) -> list[SavedGroup]:
         """Return the samples that wait for their step; between two steps."""
         core = self._core
         return [(key, core.age(key), self._groups[key]) for key in core.ready]
@@ -251,7 +251,7 @@ class RolloutQueue:
         return (episode, rows[0]) if rows else None
 
 
-def write_groups(folder: Path, groups: Sequence[Kept], sampling: SamplingSettings) -> None:
+def write_groups(folder: Path, groups: Sequence[SavedGroup], sampling: SamplingSettings) -> None:
     """Write finished samples into a folder, token-exact; no file where there are none.
 
     What the data set says of a prompt is not kept: it is read there again. Raises OSError.
@@ -264,7 +264,9 @@ def write_groups(folder: Path, groups: Sequence[Kept], sampling: SamplingSetting
         (folder / GROUPS).write_bytes(content.getbuffer())
 
 
-def read_groups(folder: Path, prompts: PromptDataset, sampling: SamplingSettings) -> list[Kept]:
+def read_groups(
+    folder: Path, prompts: PromptDataset, sampling: SamplingSettings
+) -> list[SavedGroup]:
     """Return the groups that `write_groups` wrote; none where samples are made in another
     way now.
     """

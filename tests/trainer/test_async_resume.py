@@ -11,7 +11,7 @@ from pathlib import Path
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
 from openrlhf.rollout.rollout import FinishedGroup
-from openrlhf.rollout.rollout_queue import Kept, read_groups, write_groups
+from openrlhf.rollout.rollout_queue import SavedGroup, read_groups, write_groups
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.utils.metrics import Metrics
@@ -39,7 +39,7 @@ def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
     return saved
 
 
-def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> list[Kept]:
+def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> list[SavedGroup]:
     changed = replace(trainer.inputs.sampling, **sampling)  # type: ignore[arg-type]
     return read_groups(folder, trainer.inputs.prompts, changed)
 
