@@ -1,5 +1,6 @@
-"""The sizes of functions; ruff holds the other budgets of the style."""
+"""The sizes of functions and the first words of docstrings; ruff holds the style's other budgets."""
 
+import re
 import statistics
 
 from tests.source import modules
@@ -22,3 +23,11 @@ def test_most_functions_are_a_paragraph():
     sizes = sorted(size for size, _ in sizes_in("openrlhf"))
     assert statistics.median(sizes) <= 12
     assert sizes[int(0.9 * len(sizes))] <= 40
+
+
+def test_docstrings_name_what_they_return_by_a_noun():
+    first = re.compile(r'"""(Return|Yield) (what|how|where|why|whether|which)\b.*')
+    found = [
+        match.group() for module in modules("openrlhf") for match in first.finditer(module.text)
+    ]
+    assert found == []

@@ -43,7 +43,7 @@ def command_of(word: str) -> str:
 
 
 def command(name: str) -> Any:
-    """Return what runs the command of this name, with its flags."""
+    """Return the function that runs the command of this name, with its flags."""
     if name in METHODS:
         return supervised(name)
     return import_module(f"openrlhf.cli.{COMMANDS[name][0]}").main

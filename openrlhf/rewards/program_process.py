@@ -117,7 +117,9 @@ def supervise(line: int) -> dict[str, Any]:
 
 
 def signature(text: bytes, nonce: bytes) -> bytes:
-    """Return what only the harness can write before a verdict, even if a program reads another."""
+    """Return a token that only the harness can write before a verdict, even if a program reads
+    another.
+    """
     return blake2b(text, key=nonce).hexdigest().encode()
 
 

@@ -98,7 +98,7 @@ class FunctionPool(RewardSource):
         return replace(result, unread=[str(key) for key in unread])
 
     async def _ask(self, method: str, batch: RewardBatch) -> Any:
-        """Return what a method of UserFunctions returns in a worker; raises RewardError when the
+        """Return the result of a method of UserFunctions in a worker; raise RewardError when the
         worker ended or did not reply in time, and ConfigError when the file cannot be loaded or
         used.
         """

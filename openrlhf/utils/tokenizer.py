@@ -158,7 +158,7 @@ def eos_token_ids(
 
 
 def outside_vocabulary(token_ids: Iterable[object], vocab_size: int) -> list[object]:
-    """Return what is no id of a vocabulary."""
+    """Return the ids that are not in a vocabulary."""
     return [i for i in token_ids if not isinstance(i, int) or not 0 <= i < vocab_size]
 
 

@@ -64,8 +64,8 @@ class Channel:
         )
 
     async def call(self, *arguments: Any) -> Any:
-        """Return what the other end answers, or raise its error; ConnectionError once it has ended.
-        Cancelling this cancels the work of the other end.
+        """Return the response of the other end, or raise its error; ConnectionError once it has
+        ended. Cancelling this cancels the work of the other end.
         """
         if self._writer.is_closing():
             raise ConnectionError
@@ -197,7 +197,7 @@ class WorkerProcess:
         return worker
 
     async def call(self, *arguments: Any, timeout_s: float) -> Any:
-        """Return what the worker answers, or raise its error; ConnectionError once it has ended,
+        """Return the worker's response, or raise its error; ConnectionError once it has ended,
         TimeoutError when it was ended at a limit, of this call or another. Cancelling this cancels
         the work of the worker.
         """

@@ -192,7 +192,7 @@ def result_of(episode: Episode, answer: object, outside: Episode) -> EpisodeResu
 
 
 def take_segments(episode: Episode, answer: object, outside: Episode) -> tuple[Segment, ...]:
-    """Return what an episode has sampled.
+    """Return the samples of an episode.
 
     Tasks of a server sample for all episodes: an answer that names tokens gets exactly those, any
     other all that its own tasks have sampled.
@@ -448,7 +448,7 @@ def vllm_result(
 
 
 def first_params(sampling: SamplingSettings, max_length: int) -> SamplingParams:
-    """Return what an episode starts with: the run's sampling, and all of the context to fill."""
+    """Return the sampling of an episode's start: the run's, with all of the context to fill."""
     return SamplingParams(
         max_tokens=max_length,
         temperature=sampling.temperature,

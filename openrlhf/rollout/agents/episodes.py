@@ -277,7 +277,7 @@ def add_metrics(result: EpisodeResult, metrics: Metrics) -> None:
 def agent_setup(
     config: GenerationRunConfig, tokenizer: Tokenizer, *, vocab_size: int
 ) -> AgentSetup:
-    """Return what the agents of a run are told."""
+    """Return the settings of the agents of a run."""
     return AgentSetup(
         str(config.train.agent_func_path),
         tokenizer,

@@ -237,7 +237,7 @@ async def error_response(request: Request, error: Exception) -> JSONResponse:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return what work for a client returns; it is cancelled when the client leaves."""
+    """Return the result of work for a client; it is cancelled when the client leaves."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(request.receive())  # only a disconnect follows the body
     try:

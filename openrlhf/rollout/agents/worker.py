@@ -169,7 +169,7 @@ class Worker:
                 self._engine.outside = None
 
     def _answer_of(self, acting: asyncio.Future[object]) -> object:
-        """Return what `execute` returned; raises AgentError for what ended it."""
+        """Return the result of `execute`; raise AgentError for what ended it."""
         path = self.setup.path
         if not acting.done():
             limit_s = self.setup.episode_timeout_s

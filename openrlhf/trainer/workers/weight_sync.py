@@ -58,7 +58,7 @@ class WeightTransport:
         """Get ready to send; every rank calls."""
 
     def address(self, data: Tensor) -> dict[str, Any]:
-        """Return where engines find the bytes of a bucket, (n,) uint8; every rank calls."""
+        """Return the address of a bucket's bytes, (n,) uint8, for engines; every rank calls."""
         raise NotImplementedError
 
     def start_sending(self, data: Tensor) -> list[Future[Any]]:
