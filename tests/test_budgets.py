@@ -1,4 +1,4 @@
-"""The sizes of functions and the first words of docstrings; ruff holds the style's other budgets."""
+"""The sizes of functions and the first words of docstrings; ruff holds the other budgets."""
 
 import re
 import statistics
