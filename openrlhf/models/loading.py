@@ -73,9 +73,17 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     if looks_local(path) and not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigError(f"Model path {path!r} holds no config.json. {remedy}")
     try:
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)} {remedy}") from error
+    # transformers would load some of them as language models, without their towers.
+    for tower in ("vision", "audio"):
+        if getattr(config, f"{tower}_config", None) is not None:
+            raise ConfigError(
+                f"Model {path!r} has a {tower} tower ({config.model_type}), which is not "
+                "implemented yet. Take a model of texts alone."
+            )
+    return config
 
 
 def read_configs(

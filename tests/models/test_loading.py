@@ -2,6 +2,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from openrlhf.errors import ConfigError
@@ -74,3 +75,11 @@ def test_auto_is_fp32_on_cpu_and_the_checkpoints_type_on_a_gpu(causal_dir):
     assert resolve_dtype("auto", config, device_type="cpu") == torch.float32
     assert resolve_dtype("auto", config, device_type="cuda") == torch.bfloat16
     assert resolve_dtype("fp16", config, device_type="cpu") == torch.float16
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "Qwen3_5", "Gemma3n", "Llama4", "Qwen2VL"])
+def test_a_model_with_a_tower_is_refused_by_name_and_not_read_without_it(family, tmp_path):
+    config = getattr(transformers, f"{family}Config")()
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"has a vision tower \({config.model_type}\)"):
+        load_config(str(tmp_path))
