@@ -32,7 +32,9 @@ install: $(STAMP)
 
 # The stamp makes this happen once, and again when the dependencies change.
 # The CPU build of torch is in no package index: it comes from a folder of wheels that pip is told of
-# (uv does not read pip's settings), or from PyTorch's own index.
+# (uv does not read pip's settings), or from PyTorch's own index. Where only torch comes from a folder,
+# torchvision is PyPI's, whose operators are built for CUDA and are left out beside a CPU's torch: two of
+# its files' shape rules then name operators that do not exist, and have to ask first as the others do.
 $(STAMP): pyproject.toml requirements/cpu-overrides.txt
 	@$(USED_PYTHON) -c "$(CHECK_PYTHON)"
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
@@ -41,6 +43,11 @@ $(STAMP): pyproject.toml requirements/cpu-overrides.txt
 	if [ -n "$$links" ]; then set -- --find-links "$$links"; else set -- --torch-backend cpu; fi; \
 	set -x; $(BIN)/uv pip install --quiet --python $(BIN)/python "$$@" \
 	    --overrides requirements/cpu-overrides.txt -e ".[cpu,dev,docs]"
+	@$(BIN)/python -c "import torchvision" 2> /dev/null || sed -i -E \
+	    's/@torch.library.register_fake\("torchvision::(q?nms)"\)/@register_meta("\1")/' \
+	    $$($(BIN)/python -c "from importlib.util import find_spec; \
+	        print(*find_spec('torchvision').submodule_search_locations)")/_meta_registrations.py
+	$(BIN)/python -c "import torchvision"
 	touch $(STAMP)
 
 lm-eval: .lm-eval/bin/lm_eval
