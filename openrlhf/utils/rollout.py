@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.errors import EngineError
+from openrlhf.utils.images import Picture
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class PromptRecord:
     datasource: str = "default"
     columns: dict[str, object] = field(default_factory=dict)  # the row's other columns
     source: object = None  # the prompt as its row has it: text, or messages
+    images: tuple[Picture, ...] = ()  # each has its run of placeholders in the token ids
 
     @property
     def of_samples(self) -> dict[str, Any]:

@@ -1,0 +1,190 @@
+"""Pictures: encoded files as they travel, and the pixels and tokens that a model reads of them.
+
+Encoded bytes are all that data sets, rollouts and Ray carry; pixels are made where a row is packed
+or an engine is asked. Knows the image processor of a model's folder, and nothing of its layers.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import transformers
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from openrlhf.errors import ConfigError, first_line
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of files; none runs a program
+# Families whose pictures are packed, with the tokens that stand for pixels in their config.
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+PLACEHOLDERS = ("image_token_id", "video_token_id")
+MAX_PATH = 4096  # characters: a longer text is no path
+
+
+class PictureError(ValueError):
+    """A picture cannot be read; the message says why, the caller knows whose it is."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded picture; width and height in pixels, as a person sees it.
+
+    Example: `Picture(b"\\x89PNG...", "9f86d0...", 28, 28)`
+    """
+
+    data: bytes
+    sha256: str
+    width: int
+    height: int
+
+    def open(self) -> Image.Image:
+        """Return the picture, decoded to RGB and turned as its EXIF data say."""
+        return _decoded(self.data)
+
+
+def _decoded(data: bytes) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise PictureError(f"no picture in {', '.join(FORMATS)} format") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise PictureError(f"a picture that cannot be decoded: {first_line(error)}") from error
+
+
+def read_picture(value: object, *, allow_paths: bool = True) -> Picture:
+    """Return the picture that a path, encoded bytes, base64 text, a data URL, an image of Pillow or
+    {"bytes", "path"} holds; raise PictureError for anything else.
+
+    Without `allow_paths` no file of this machine is read.
+    """
+    data = _encoded(value, allow_paths)
+    image = _decoded(data)
+    return Picture(data, hashlib.sha256(data).hexdigest(), *image.size)
+
+
+def _encoded(value: object, allow_paths: bool) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, Image.Image):
+        file = io.BytesIO()
+        value.convert("RGB").save(file, format="PNG")
+        return file.getvalue()
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+        if not isinstance(value, Mapping):
+            return _encoded(value, allow_paths)
+    if isinstance(value, Path):
+        value = str(value)
+    if not isinstance(value, str):
+        raise PictureError(f"{type(value).__name__} instead of a picture")
+    if value.startswith(("http://", "https://")):
+        raise PictureError(f"{value[:80]} is a URL: pictures are not fetched. Give a file")
+    if not value.startswith("data:") and allow_paths and len(value) <= MAX_PATH:
+        path = Path(value.removeprefix("file://")).expanduser()
+        try:
+            if path.is_file():
+                return path.read_bytes()
+        except OSError as error:
+            raise PictureError(f"{path}: {error.strerror}") from error
+    text = value.partition(",")[2] if value.startswith("data:") else value
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        kind = "neither a file nor base64" if allow_paths else "no base64"
+        raise PictureError(f"{value[:80]!r} is {kind}") from error
+
+
+@dataclass(frozen=True)
+class Images:
+    """Pixels of I pictures, in P patches of D numbers in all.
+
+    Example: of one picture of 28x28 pixels in patches of 14, `pixels` is (4, 1176) and `grid`
+    [[1, 2, 2]].
+    """
+
+    pixels: Tensor  # (P, D)
+    grid: Tensor  # (I, 3) int64: patches in time, height and width of each picture
+
+    @classmethod
+    def concat(cls, parts: Iterable["Images"]) -> "Images":
+        """Return the pictures of all parts, in order."""
+        pixels, grids = zip(*((part.pixels, part.grid) for part in parts), strict=True)
+        return cls(torch.cat(pixels), torch.cat(grids))
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same pictures on another device."""
+        return replace(self, pixels=self.pixels.to(device), grid=self.grid.to(device))
+
+
+class ImageProcessor:
+    """The image processor of a model's folder, and the tokens that stand for pixels."""
+
+    def __init__(self, processor: Any, image_token_id: int, banned: Sequence[int]) -> None:
+        self._processor = processor
+        self.image_token_id = image_token_id
+        self.banned_token_ids = tuple(banned)  # a sampled one would have no pixels
+        self.merge = int(processor.merge_size)
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> "ImageProcessor":
+        """Load the processor of a model's folder or hub name, with other limits of pixels for each
+        picture; raise ConfigError where it has none.
+        """
+        options = {"trust_remote_code": trust_remote_code}
+        try:
+            config = transformers.AutoConfig.from_pretrained(path, **options)
+            # Pillow's: both kinds give the same pixels, this one needs no torchvision.
+            processor = transformers.AutoImageProcessor.from_pretrained(
+                path, backend="pil", **options
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"The image processor of {path!r} cannot be read: {first_line(error)} Copy "
+                "preprocessor_config.json of the model into its folder."
+            ) from error
+        if min_pixels is not None:
+            processor.size["shortest_edge"] = min_pixels
+        if max_pixels is not None:
+            processor.size["longest_edge"] = max_pixels
+        ids = [getattr(config, name, None) for name in PLACEHOLDERS]
+        return cls(processor, config.image_token_id, [i for i in ids if i is not None])
+
+    def num_patches(self, picture: Picture) -> int:
+        """Return the number of patches that the tower reads of a picture."""
+        return int(self._processor.get_number_of_image_patches(picture.height, picture.width))
+
+    def num_tokens(self, picture: Picture) -> int:
+        """Return the number of tokens that the language model reads of a picture."""
+        return self.num_patches(picture) // self.merge**2
+
+    def expand(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+        """Return the ids with as many placeholders for each picture as it has tokens, instead of
+        one; raise PictureError unless there is one placeholder for each.
+        """
+        num_places = sum(token_id == self.image_token_id for token_id in token_ids)
+        if num_places != len(pictures):
+            raise PictureError(f"{num_places} places for pictures, and {len(pictures)} pictures")
+        expanded, left = [], iter(pictures)
+        for token_id in token_ids:
+            is_place = token_id == self.image_token_id
+            expanded += [token_id] * (self.num_tokens(next(left)) if is_place else 1)
+        return expanded
+
+    def pixels(self, pictures: Sequence[Picture]) -> Images:
+        """Return the pixels that a model reads of one or more pictures, in float32."""
+        found = self._processor(images=[each.open() for each in pictures], return_tensors="pt")
+        return Images(found["pixel_values"].float(), found["image_grid_thw"])
