@@ -191,7 +191,7 @@ def port_findings() -> Iterator[Finding]:
 
 
 def extensions_folder() -> Path:
-    """Return where torch builds extensions, such as the optimizer of --adam_offload."""
+    """Return the folder in which torch builds extensions, as that of --adam_offload."""
     default = Path.home() / ".cache" / "torch_extensions"
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
 
