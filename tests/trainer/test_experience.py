@@ -4,7 +4,7 @@ sample once an epoch, on exactly one rank, with global denominators.
 
 import pickle
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from hypothesis import given, settings
@@ -75,6 +75,15 @@ def test_a_share_is_pickled_as_its_own_samples_alone() -> None:
     assert len(sent) < len(pickle.dumps(whole)) / 4
     [step] = pickle.loads(sent)
     assert sorted(step.experience.group_ids.tolist()) == first.experience.group_ids.tolist()
+
+
+def test_a_share_has_the_columns_that_its_rank_reads_and_no_others() -> None:
+    whole = replace(numbered(9), values=torch.ones(25), advantages=torch.zeros(25))
+    of_critic = whole.having(["values"]).select([4, 2])
+    there = {f.name for f in fields(of_critic) if getattr(of_critic, f.name) is not None}
+    always = {f.name for f in fields(Experience) if f.default is not None}
+    assert there == always | {"values"} and {"token_ids", "action_mask"} <= always
+    assert of_critic.group_ids.tolist() == [4, 2]
 
 
 def test_the_time_for_all_shares_does_not_grow_with_the_ranks() -> None:

@@ -10,7 +10,6 @@ all of them, so that none waits for another.
 import json
 import math
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +39,7 @@ from openrlhf.utils.gpus import peak_memory_gib
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, Health, progress
+from openrlhf.utils.rendezvous import free_port
 from openrlhf.utils.tensors import NamedTensors
 from openrlhf.utils.tokenizer import tokenizer_of
 
@@ -75,9 +75,7 @@ class ModelWorker:
 
     def endpoint(self) -> tuple[str, int]:
         """Return the address of this machine and a free port."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return self.address, probe.getsockname()[1]
+        return self.address, free_port()
 
     def join(self, host: str, port: int, *, local_rank: int) -> None:
         """Set up this process as its rank of the group; every rank must call it."""
