@@ -204,9 +204,10 @@ class TokenizedDataset(ABC):
 
     def images(self, index: int) -> tuple[Picture, ...]:
         """Return the pictures of an example; raise DataError if they changed since the start."""
-        expected, row_id = self._table[self.row_ids[index]]["images"], self.row_ids[index]
-        if not expected:
+        row_id = self.row_ids[index]
+        if not self._facts["num_images"][row_id]:
             return ()
+        expected = self._table[row_id]["images"]
         try:
             found = self._pictures(self._read(self._rows[row_id]), row_id)
         except RowError:

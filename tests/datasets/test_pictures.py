@@ -141,8 +141,8 @@ def test_a_prompt_carries_its_pictures_and_not_their_column(model, folder):
 
 
 BAD = [
-    ({"prompt": "<image>a<image>", "images": ["small.png"]}, "2 places for images, and 1 image"),
-    ({"prompt": "<image>a", "images": ["small.png"] * 2}, "1 places for images, and 2 image"),
+    ({"prompt": "<image>a<image>", "images": ["small.png"]}, "images: 1, and places for them: 2"),
+    ({"prompt": "<image>a", "images": ["small.png"] * 2}, "images: 2, and places for them: 1"),
     ({"prompt": "a", "images": ["gone.png"]}, "'gone.png' is neither a file nor base64"),
     ({"prompt": "a", "images": ["torn.png"]}, "an image that cannot be decoded"),
     ({"prompt": "a", "images": ["http://a.b/c.png"]}, "is a URL: images are not fetched"),
