@@ -6,7 +6,10 @@ knows which one it has.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from openrlhf.utils.images import Picture
 
 Result = TypeVar("Result")
 
@@ -61,8 +64,9 @@ class GenerationRequest:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]  # with a placeholder for every token of an image
     sampling: SamplingSettings
+    images: "tuple[Picture, ...]" = ()  # of the prompt, in order
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,23 @@ import hashlib
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
-import transformers
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
 
 from openrlhf.errors import ConfigError, first_line
+
+if TYPE_CHECKING:  # workers of reward functions read pictures, and nothing heavy
+    import torch
+    from torch import Tensor
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of files; none runs a program
 # Families whose pictures are packed, with the tokens that stand for pixels in their config.
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 PLACEHOLDERS = ("image_token_id", "video_token_id")
+BAN = -100.0  # on the logit of a placeholder, in sampling and in log-probs alike
 MAX_PATH = 4096  # characters: a longer text is no path
 
 
@@ -109,16 +112,18 @@ class Images:
     [[1, 2, 2]].
     """
 
-    pixels: Tensor  # (P, D)
-    grid: Tensor  # (I, 3) int64: patches in time, height and width of each picture
+    pixels: "Tensor"  # (P, D)
+    grid: "Tensor"  # (I, 3) int64: patches in time, height and width of each picture
 
     @classmethod
     def concat(cls, parts: Iterable["Images"]) -> "Images":
         """Return the pictures of all parts, in order."""
+        import torch  # noqa: PLC0415 - see above
+
         pixels, grids = zip(*((part.pixels, part.grid) for part in parts), strict=True)
         return cls(torch.cat(pixels), torch.cat(grids))
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: "torch.device | str") -> Self:
         """Return the same pictures on another device."""
         return replace(self, pixels=self.pixels.to(device), grid=self.grid.to(device))
 
@@ -144,6 +149,8 @@ class ImageProcessor:
         """Load the processor of a model's folder or hub name, with other limits of pixels for each
         picture; raise ConfigError where it has none.
         """
+        import transformers  # noqa: PLC0415 - see above
+
         options = {"trust_remote_code": trust_remote_code}
         try:
             config = transformers.AutoConfig.from_pretrained(path, **options)
@@ -188,3 +195,19 @@ class ImageProcessor:
         """Return the pixels that a model reads of one or more pictures, in float32."""
         found = self._processor(images=[each.open() for each in pictures], return_tensors="pt")
         return Images(found["pixel_values"].float(), found["image_grid_thw"])
+
+    @property
+    def logit_bias(self) -> dict[int, float]:
+        """Return the numbers that are added to logits, by token: no placeholder is ever sampled."""
+        return dict.fromkeys(self.banned_token_ids, BAN)
+
+    def runs(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[tuple[int, int]]:
+        """Return the first place of each picture in expanded ids, and its number of tokens; raise
+        PictureError where the ids have places for others.
+        """
+        places = [k for k, token_id in enumerate(token_ids) if token_id == self.image_token_id]
+        sizes = [self.num_tokens(picture) for picture in pictures]
+        if len(places) != sum(sizes):
+            raise PictureError(f"{len(places)} places for pictures of {sum(sizes)} tokens")
+        starts = list(accumulate(sizes, initial=0))[:-1]
+        return [(places[start], size) for start, size in zip(starts, sizes, strict=True)]
