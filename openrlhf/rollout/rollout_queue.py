@@ -33,7 +33,7 @@ WAIT_S = 4 * 3600.0  # for samples, or the end of running ones; no call of an en
 CLOSE_S = 40.0  # until what runs must have ended
 
 GROUPS = "finished_groups.pt"
-OF_PROMPT = {"group_id", "row_id", "label", "datasource", "columns", "source_prompt"}
+OF_PROMPT = {"group_id", "row_id", "label", "datasource", "columns", "source_prompt", "images"}
 
 # A prompt whose samples wait for their step: its key, the steps that ended since it was started.
 SavedGroup = tuple[Key, int, list[Rollout]]

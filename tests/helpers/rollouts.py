@@ -5,11 +5,17 @@ import torch
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.utils.images import Picture
 from openrlhf.utils.rollout import Rollout, sequence_tensors
 
 
 def rollout(
-    prompt: list[int], response: list[int], *, reward: float = 1.0, group: int = 0
+    prompt: list[int],
+    response: list[int],
+    *,
+    reward: float = 1.0,
+    group: int = 0,
+    images: tuple[Picture, ...] = (),
 ) -> Rollout:
     token_ids, action_mask = sequence_tensors(prompt, response)
     return Rollout(
@@ -24,6 +30,7 @@ def rollout(
         prompt_text="p",
         response_text="r",
         reward=reward,
+        images=images,
     )
 
 
