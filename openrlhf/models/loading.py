@@ -31,12 +31,14 @@ from openrlhf.models.adapters import SCALE_FIELDS, add_lora, merge_adapter_into,
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.support import (
     OWN_ATTENTION,
+    auto_class,
     causal_class,
     padding_note,
     refuse_unsupported,
 )
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.console import say_notices
+from openrlhf.utils.images import BANNED_LOGIT, VISION_FAMILIES, is_vision, placeholders_of
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
 from openrlhf.utils.tensors import DTYPES
@@ -77,11 +79,11 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)} {remedy}") from error
     # transformers would load some of them as language models, without their towers.
-    for tower in ("vision", "audio"):
+    for tower in () if is_vision(config) else ("vision", "audio"):
         if getattr(config, f"{tower}_config", None) is not None:
             raise ConfigError(
-                f"Model {path!r} has a {tower} tower ({config.model_type}), which is not "
-                "implemented yet. Take a model of texts alone."
+                f"Model {path!r} has a {tower} tower of the family {config.model_type}, which is "
+                f"not read. Take one of {', '.join(VISION_FAMILIES)}, or a model of texts alone."
             )
     return config
 
@@ -132,7 +134,7 @@ def empty_model(
     """Return a model without weights, with a scalar head if it scores; raise ConfigError if there
     can be none.
     """
-    kind: Any = transformers.AutoModelForCausalLM
+    kind = auto_class(config)
     if scores:
         kind, config = transformers.AutoModelForSequenceClassification, copy.deepcopy(config)
         config.num_labels, config.value_head_prefix = 1, HEAD
@@ -205,6 +207,11 @@ def _options(path: str, config: PretrainedConfig, command: CommandConfig) -> dic
         eager = "eager" if attention == "eager" else None  # None: what transformers takes
         attention = PACKED_ATTENTION if padding_note(config, path) is None else eager
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    if is_vision(config) and attention == PACKED_ATTENTION:  # a tower is not causal
+        options["attn_implementation"] = {
+            **dict.fromkeys(("", "text_config"), attention),
+            "vision_config": "sdpa",
+        }
     if ds.experts_implementation is not None:
         options["experts_implementation"] = ds.experts_implementation
     if ds.load_in_4bit:
@@ -306,7 +313,7 @@ def load_causal_lm(
             )
         return merge_adapter_into(load_causal_lm(base, command), path)
     config = load_config(path, trust_remote_code=command.trust_remote_code)
-    model = read_model(transformers.AutoModelForCausalLM, path, config, command)
+    model = read_model(auto_class(config), path, config, command)
     if command.ds.attention in OWN_ATTENTION:
         check_own_logits(model)
     return model
@@ -392,6 +399,7 @@ def check_own_logits(model: PreTrainedModel) -> None:
     tokens_BT, is_target_T = torch.stack([ids_T, ids_T.flip(0)]), torch.arange(NUM_TOKENS) > 0
     batch = PackedBatch.from_sequences(list(tokens_BT), [is_target_T] * 2).to(model.device)
     own_BTV: Tensor = model(input_ids=tokens_BT.to(model.device), use_cache=False).logits[:, :-1]
+    own_BTV[..., [*placeholders_of(model.config)]] += BANNED_LOGIT
     own_N = own_BTV.float().log_softmax(-1).flatten(0, 1).gather(-1, batch.targets[:, None])[:, 0]
     actor = Actor(model)
     hidden_NH, error = actor.states_at(batch, batch.predict_index).hidden_nH, math.inf

@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # workers of reward functions read pictures, and nothing heav
     from torch import Tensor
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of files; none runs a program
-# Families whose pictures are packed, with the tokens that stand for pixels in their config.
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# Families whose pictures are packed, and the tokens that stand for pixels in their config.
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+BANNED_LOGIT = -100.0  # added to the logits of these, in engines and in the trainer alike
 PLACEHOLDERS = ("image_token_id", "video_token_id")
-BAN = -100.0  # on the logit of a placeholder, in sampling and in log-probs alike
 MAX_PATH = 4096  # characters: a longer text is no path
 
 
@@ -104,6 +104,16 @@ def _encoded(value: object, allow_paths: bool) -> bytes:
         raise PictureError(f"{value[:80]!r} is {kind}") from error
 
 
+def placeholders_of(config: Any) -> tuple[int, ...]:
+    """Return the tokens that stand for pixels, by a model's config; none of a model of texts."""
+    return tuple(getattr(config, name) for name in PLACEHOLDERS) if is_vision(config) else ()
+
+
+def is_vision(config: Any) -> bool:
+    """Return True for the config of a family whose pictures are read."""
+    return config.model_type in VISION_FAMILIES
+
+
 @dataclass(frozen=True)
 class Images:
     """Pixels of I pictures, in P patches of D numbers in all.
@@ -149,7 +159,7 @@ class ImageProcessor:
         """Load the processor of a model's folder or hub name, with other limits of pixels for each
         picture; raise ConfigError where it has none.
         """
-        import transformers  # noqa: PLC0415 - see above
+        import transformers  # noqa: PLC0415 - samples hold pictures, and are used where it is not
 
         options = {"trust_remote_code": trust_remote_code}
         try:
@@ -167,8 +177,20 @@ class ImageProcessor:
             processor.size["shortest_edge"] = min_pixels
         if max_pixels is not None:
             processor.size["longest_edge"] = max_pixels
-        ids = [getattr(config, name, None) for name in PLACEHOLDERS]
-        return cls(processor, config.image_token_id, [i for i in ids if i is not None])
+        return cls(processor, config.image_token_id, placeholders_of(config))
+
+    def run_lengths(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+        """Return the length of the run of each id in the expanded ids, of a placeholder that of its
+        picture; raise PictureError unless there is one placeholder for each.
+        """
+        num_places = sum(token_id == self.image_token_id for token_id in token_ids)
+        if num_places != len(pictures):
+            raise PictureError(f"{num_places} places for pictures, and {len(pictures)} pictures")
+        left = iter(pictures)
+        return [
+            self.num_tokens(next(left)) if token_id == self.image_token_id else 1
+            for token_id in token_ids
+        ]
 
     def num_patches(self, picture: Picture) -> int:
         """Return the number of patches that the tower reads of a picture."""
@@ -182,14 +204,8 @@ class ImageProcessor:
         """Return the ids with as many placeholders for each picture as it has tokens, instead of
         one; raise PictureError unless there is one placeholder for each.
         """
-        num_places = sum(token_id == self.image_token_id for token_id in token_ids)
-        if num_places != len(pictures):
-            raise PictureError(f"{num_places} places for pictures, and {len(pictures)} pictures")
-        expanded, left = [], iter(pictures)
-        for token_id in token_ids:
-            is_place = token_id == self.image_token_id
-            expanded += [token_id] * (self.num_tokens(next(left)) if is_place else 1)
-        return expanded
+        lengths = self.run_lengths(token_ids, pictures)
+        return [i for i, n in zip(token_ids, lengths, strict=True) for _ in range(n)]
 
     def pixels(self, pictures: Sequence[Picture]) -> Images:
         """Return the pixels that a model reads of one or more pictures, in float32."""
@@ -199,7 +215,7 @@ class ImageProcessor:
     @property
     def logit_bias(self) -> dict[int, float]:
         """Return the numbers that are added to logits, by token: no placeholder is ever sampled."""
-        return dict.fromkeys(self.banned_token_ids, BAN)
+        return dict.fromkeys(self.banned_token_ids, BANNED_LOGIT)
 
     def runs(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[tuple[int, int]]:
         """Return the first place of each picture in expanded ids, and its number of tokens; raise

@@ -13,13 +13,14 @@ from tests.tiny import SPECIAL_TOKENS
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>"
-    "{% if message['role'] == 'assistant' %}{% generation %}{% endif %}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{% macro body(content) %}{% if content is string %}{{ content }}{% else %}"
+    "{% for part in content %}{% if part['type'] == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>"
-    "{% if message['role'] == 'assistant' %}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% endmacro %}{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ body(message['content']) }}<|end|>{% endgeneration %}"
+    "{% else %}{{ body(message['content']) }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 COLOURS = {"red": (220, 40, 40), "green": (40, 200, 40), "blue": (40, 60, 220)}
