@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.tokens import segment_mean, segment_sum
-from openrlhf.utils.images import Picture
+from openrlhf.utils.images import ImageProcessor, Picture
 from openrlhf.utils.packing import Batch, PackedBatch
 from openrlhf.utils.rollout import Rollout
 
@@ -174,9 +174,10 @@ class Experience(Batch):
             }
         )
 
-    def packed(self) -> PackedBatch:
-        """Return one packed row whose targets are the sampled tokens."""
-        return PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
+    def packed(self, processor: ImageProcessor | None = None) -> PackedBatch:
+        """Return one packed row whose targets are the sampled tokens, with the pixels of images."""
+        row = PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
+        return row.with_pictures(self.images, processor)
 
 
 AXES = {column.name: column.metadata["axis"] for column in fields(Experience) if column.metadata}
