@@ -21,7 +21,12 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered
-from openrlhf.models.loading import check_value_model, load_config, read_configs
+from openrlhf.models.loading import (
+    check_value_model,
+    image_processor_of,
+    load_config,
+    read_configs,
+)
 from openrlhf.models.support import check_engine_split, num_positions
 from openrlhf.models.value_head import reward_mean_and_std
 from openrlhf.rewards.base import TRUNCATED_COLUMN, RewardSource
@@ -124,11 +129,14 @@ def read_inputs(
     with gathered:
         tokenizer = tokenizer_of(config, config.policy_path)
         check_tokens(config, tokenizer)
+    image_processor = None
+    with gathered:
+        image_processor = image_processor_of(config, config.policy_path, policy)
     made: dict[str, Any] = {}
     for data_set in data_sets:
         rows = data_set.read(gathered)
         if rows is not None and tokenizer is not None:
-            made[data_set.about] = data_set.tokenise(gathered, rows, tokenizer)
+            made[data_set.about] = data_set.tokenise(gathered, rows, tokenizer, image_processor)
     texts, prompts = made.get(PRETRAIN), made.get(TRAINING)
     if texts is not None and policy is not None:
         size, positions = policy.get_text_config().vocab_size, num_positions(policy)
@@ -147,6 +155,7 @@ def read_inputs(
         sampling=sampling,
         eval_sampling=sampling,
         vocab_size=policy.get_text_config().vocab_size,
+        image_processor=image_processor,
     )
 
 

@@ -18,7 +18,7 @@ from openrlhf.config.common import (
     TokenChoiceConfig,
     clashes,
 )
-from openrlhf.config.supervised import ANSWERED, DatasetConfig
+from openrlhf.config.supervised import ANSWERED, IMAGES, DatasetConfig
 
 MIB = 1 << 20
 # Leaves of `ds.*` of commands that do not train.
@@ -108,7 +108,7 @@ class BatchInferenceConfig(CommandConfig):
     shows: ClassVar = {
         "ds": (*WEIGHTS, "value_head_prefix", "zero_stage"),
         "model": ("model_name_or_path",),
-        "data": (*ANSWERED, "prompt_max_len", "overlong_prompts"),
+        "data": (*ANSWERED, *IMAGES, "prompt_max_len", "overlong_prompts"),
     }
 
     local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")

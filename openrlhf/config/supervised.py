@@ -37,6 +37,7 @@ class SFTModelConfig(ModelConfig):
     pretrain_mode_enable: bool = switch(
         "Continued pre-training: every token of --input_key is learnt.", "pretrain_mode"
     )
+    freeze_visual_encoder: bool = switch("Train language parameters only.", at_resume="refused")
 
 
 class DatasetConfig(TextDataConfig):
@@ -79,6 +80,7 @@ ROWS = (
     *("allow_special_tokens", "dataset", "dataset_probs", "dataset_split", "max_len"),
     *("max_samples", "overlong_rows"),
 )
+IMAGES = ("image_key", "max_images_per_prompt", "image_min_pixels", "image_max_pixels")
 ANSWERED = (*ROWS, "apply_chat_template", "input_template", "input_key", "output_key")
 PAIRS = (*ROWS, "apply_chat_template", "input_template", "prompt_key", "chosen_key", "rejected_key")
 HELD_OUT = ("dataset", "split", "steps", "early_stop")  # of `eval.*`
@@ -119,7 +121,7 @@ class SupervisedConfig(TrainingRunConfig, OptimizerConfig):
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning and continued pre-training (train_sft)."""
 
-    shows: ClassVar = {"eval": HELD_OUT, "data": (*ANSWERED, "multiturn")}
+    shows: ClassVar = {"eval": HELD_OUT, "data": (*ANSWERED, *IMAGES, "multiturn")}
     essentials: ClassVar = (
         *FIRST,
         *ANSWER_COLUMNS,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from openrlhf.config.base import CommandConfig
+from openrlhf.config.base import CommandConfig, value_at, walk
 from openrlhf.config.common import DeepSpeedConfig, RunConfig
 from openrlhf.config.local_paths import looks_local
 from openrlhf.errors import ConfigError, Gathered, first_line
@@ -38,7 +38,13 @@ from openrlhf.models.support import (
 )
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.console import say_notices
-from openrlhf.utils.images import BANNED_LOGIT, VISION_FAMILIES, is_vision, placeholders_of
+from openrlhf.utils.images import (
+    BANNED_LOGIT,
+    VISION_FAMILIES,
+    ImageProcessor,
+    is_vision,
+    placeholders_of,
+)
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
 from openrlhf.utils.tensors import DTYPES
@@ -50,6 +56,11 @@ OPENRLHF_CLASSES = frozenset(("RewardModel", "CriticModel"))
 # Keys without a place in a value model with a fresh head, and those of the head.
 LANGUAGE_HEADS = rf"(lm_head|embed_out|output)(\.|$)|{HEAD}\.weight$"
 DEFAULTS: Any = SimpleNamespace(ds=DeepSpeedConfig(), trust_remote_code=False)
+# Settings, by the last part of their names, of pictures alone.
+OF_PICTURES = (
+    *("image_key", "max_images_per_prompt", "image_min_pixels", "image_max_pixels"),
+    "freeze_visual_encoder",
+)
 # Of the comparison with a model's own logits: how far log-probs may lie from them on average.
 NUM_TOKENS, STRIDE = 8, 7919  # a prime: tokens from all over a vocabulary
 MAX_ERROR = (0.01, 0.25)  # in fp32, in half precision
@@ -118,6 +129,32 @@ def read_configs(
         with gathered:
             check_adapter(found[paths[0]], command, scores=scores)
     return found
+
+
+def image_processor_of(
+    command: Any, path: str, config: PretrainedConfig | None
+) -> ImageProcessor | None:
+    """Return the image processor of a model, with the limits of the command's `data.*`; None of a
+    model of texts. Raise ConfigError for settings of pictures that such a model cannot obey.
+    """
+    if config is None:
+        return None
+    if is_vision(config):
+        return ImageProcessor.load(
+            path,
+            min_pixels=command.data.image_min_pixels,
+            max_pixels=command.data.image_max_pixels,
+            trust_remote_code=command.trust_remote_code,
+        )
+    leaves = (each for each in walk(type(command)) if each.path.rpartition(".")[2] in OF_PICTURES)
+    used = [leaf.flag for leaf in leaves if value_at(command, leaf.path)]
+    if used:
+        raise ConfigError(
+            f"{', '.join(used)}: {path} reads no pictures, it is of the family "
+            f"{config.model_type}. Leave {used[0]} out, or take a model of "
+            f"{', '.join(VISION_FAMILIES)}."
+        )
+    return None
 
 
 def check_adapter(config: PretrainedConfig, command: CommandConfig, *, scores: bool) -> None:

@@ -32,6 +32,7 @@ from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.console import notice, warn
 from openrlhf.utils.gpus import peak_memory_gib
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.metrics import Metrics, Values, merged, standard_errors
 from openrlhf.utils.outcome import num_since_best, stopped_early
 from openrlhf.utils.packing import Batch
@@ -78,6 +79,7 @@ class Inputs:
     tokenizer: Tokenizer
     samples: SampleSet[Any]
     eval_samples: SampleSet[Any] | None = None
+    image_processor: ImageProcessor | None = None  # of a model that reads pictures
 
 
 def num_updates(config: SupervisedConfig, num_samples: int) -> int:

@@ -8,6 +8,7 @@ import base64
 import binascii
 import hashlib
 import io
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -61,41 +62,49 @@ def _decoded(data: bytes) -> Image.Image:
         raise PictureError(f"a picture that cannot be decoded: {first_line(error)}") from error
 
 
-def read_picture(value: object, *, allow_paths: bool = True) -> Picture:
+def read_picture(value: object, *, folder: Path | None = None, allow_paths: bool = True) -> Picture:
     """Return the picture that a path, encoded bytes, base64 text, a data URL, an image of Pillow or
     {"bytes", "path"} holds; raise PictureError for anything else.
 
-    Without `allow_paths` no file of this machine is read.
+    A path is looked for in `folder`, then in the current one. Without `allow_paths` no file of this
+    machine is read.
     """
-    data = _encoded(value, allow_paths)
+    data = _encoded(value, folder, allow_paths)
     image = _decoded(data)
     return Picture(data, hashlib.sha256(data).hexdigest(), *image.size)
 
 
-def _encoded(value: object, allow_paths: bool) -> bytes:
+def file_of(value: object, folder: Path | None = None) -> Path | None:
+    """Return the file that a value names, if there is one."""
+    if isinstance(value, Mapping) and not value.get("bytes"):
+        value = value.get("path")
+    if not isinstance(value, (str, Path)) or len(str(value)) > MAX_PATH:
+        return None
+    path = Path(str(value).removeprefix("file://")).expanduser()
+    places = (path,) if folder is None else (folder / path, path)
+    return next(
+        (place for place in places if os.path.isfile(place)), None
+    )  # no error at a long name
+
+
+def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, Image.Image):
         file = io.BytesIO()
         value.convert("RGB").save(file, format="PNG")
         return file.getvalue()
+    if allow_paths and (path := file_of(value, folder)) is not None:
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise PictureError(f"{path}: {error.strerror}") from error
     if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
-        if not isinstance(value, Mapping):
-            return _encoded(value, allow_paths)
-    if isinstance(value, Path):
-        value = str(value)
+        return _encoded(value.get("bytes") or value.get("path"), folder, allow_paths)
     if not isinstance(value, str):
         raise PictureError(f"{type(value).__name__} instead of a picture")
     if value.startswith(("http://", "https://")):
         raise PictureError(f"{value[:80]} is a URL: pictures are not fetched. Give a file")
-    if not value.startswith("data:") and allow_paths and len(value) <= MAX_PATH:
-        path = Path(value.removeprefix("file://")).expanduser()
-        try:
-            if path.is_file():
-                return path.read_bytes()
-        except OSError as error:
-            raise PictureError(f"{path}: {error.strerror}") from error
     text = value.partition(",")[2] if value.startswith("data:") else value
     try:
         return base64.b64decode(text, validate=True)
@@ -178,6 +187,11 @@ class ImageProcessor:
         if max_pixels is not None:
             processor.size["longest_edge"] = max_pixels
         return cls(processor, config.image_token_id, placeholders_of(config))
+
+    @property
+    def description(self) -> str:
+        """Return all that decides the tokens of a picture."""
+        return f"{self._processor.to_json_string()} {self.image_token_id}"
 
     def run_lengths(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
         """Return the length of the run of each id in the expanded ids, of a placeholder that of its
