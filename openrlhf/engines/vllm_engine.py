@@ -375,7 +375,7 @@ def start_llm(settings: Mapping[str, Any]) -> Any:
 
 def with_images(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a model that sees images, whose pixels come ready."""
-    own = {"limit_mm_per_prompt": {"image": 1, "video": 0}, **settings}
+    own = {**settings, "limit_mm_per_prompt": {"video": 0}}
     own["mm_device_do_normalize"] = False  # they are normalised
     own["mm_processor_cache_gb"] = 0
     return own

@@ -74,7 +74,6 @@ def start(path: Path, processor: ImageProcessor, **settings: Any) -> VLLMEngine:
             "max_model_len": 512,
             "max_num_seqs": 16,
             "enable_prefix_caching": True,
-            "limit_mm_per_prompt": {"image": 2, "video": 0},
             **settings,
         },
         processor,
