@@ -129,6 +129,9 @@ class ModelConfig(TrainedModelConfig):
         at_resume="refused",
     )
     aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of experts.", ge=0)
+    freeze_visual_encoder: bool = switch(
+        "Train the language model of a vision-language model only.", at_resume="refused"
+    )
 
     def problems(self) -> Iterator[str]:
         """Yield a line if the load-balancing loss of experts would have no gradient."""

@@ -71,7 +71,6 @@ class ActorConfig(OptimizerConfig, ModelConfig, PlacementConfig):
         None, "Unset: entropy is not computed; 0: logged; above: bonus.", "entropy_loss_coef", ge=0
     )
     ptx_coef: float = option(0.05, "Weight of the language loss on --pretrain_data.", ge=0)
-    freeze_visual_encoder: bool = switch("Train language parameters only.", at_resume="refused")
 
 
 class CriticConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):

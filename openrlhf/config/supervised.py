@@ -37,7 +37,6 @@ class SFTModelConfig(ModelConfig):
     pretrain_mode_enable: bool = switch(
         "Continued pre-training: every token of --input_key is learnt.", "pretrain_mode"
     )
-    freeze_visual_encoder: bool = switch("Train language parameters only.", at_resume="refused")
 
 
 class DatasetConfig(TextDataConfig):

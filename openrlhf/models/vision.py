@@ -25,6 +25,12 @@ def tower_parameters(model: PreTrainedModel) -> Iterator[nn.Parameter]:
             yield parameter
 
 
+def freeze_tower(model: PreTrainedModel) -> None:
+    """Train the language model alone."""
+    for parameter in tower_parameters(model):
+        parameter.requires_grad_(requires_grad=False)
+
+
 def with_blank(batch: PackedBatch, config: Any) -> PackedBatch:
     """Return a row that has pictures: itself, or one with a blank picture of one token behind it,
     a sequence of its own without a target.

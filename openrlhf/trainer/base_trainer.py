@@ -29,6 +29,7 @@ from openrlhf.errors import ConfigError, NumericsError
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
+from openrlhf.models.vision import freeze_tower
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.console import notice, warn
 from openrlhf.utils.gpus import peak_memory_gib
@@ -471,5 +472,7 @@ def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool =
     model = load_causal_lm(model_path, config)
     if not has_dropout:
         disable_dropout(model)
+    if config.model.freeze_visual_encoder:
+        freeze_tower(model)
     with_aux_loss = config.model.aux_loss_coef > 0
     return Actor(add_lora(model, config.ds.lora), with_aux_loss=with_aux_loss)

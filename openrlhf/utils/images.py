@@ -28,6 +28,7 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of files; none runs a
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 BANNED_LOGIT = -100.0  # added to the logits of these, in engines and in the trainer alike
 PLACEHOLDERS = ("image_token_id", "video_token_id")
+PROCESSOR_FILES = ("preprocessor_config", "video_preprocessor_config", "processor_config")
 MAX_PATH = 4096  # characters: a longer text is no path
 
 
@@ -121,6 +122,17 @@ def placeholders_of(config: Any) -> tuple[int, ...]:
 def is_vision(config: Any) -> bool:
     """Return True for the config of a family whose pictures are read."""
     return config.model_type in VISION_FAMILIES
+
+
+def processor_files(config: Any) -> list[str]:
+    """Return the files of the processors of a model that reads pictures, by its config."""
+    from transformers.utils import cached_file  # noqa: PLC0415 - see ImageProcessor
+
+    if not is_vision(config):
+        return []
+    path, may_lack = config._name_or_path, {"_raise_exceptions_for_missing_entries": False}
+    files = (cached_file(path, f"{name}.json", **may_lack) for name in PROCESSOR_FILES)
+    return [file for file in files if file is not None]
 
 
 @dataclass(frozen=True)

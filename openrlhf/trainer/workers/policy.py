@@ -21,6 +21,7 @@ from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
+from openrlhf.models.vision import freeze_tower
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.update_plan import (
     UpdateResult,
@@ -64,6 +65,8 @@ class PolicyModelActor(TrainedWorker):
         config = self.config.actor
         model = load_causal_lm(self.config.policy_path, self.config)
         disable_dropout(model)
+        if config.freeze_visual_encoder:
+            freeze_tower(model)
         with_aux_loss = config.aux_loss_coef > 0
         self.actor = Actor(add_lora(model, self.config.ds.lora), with_aux_loss=with_aux_loss)
         num_parameters = self.prepare(self.actor, config, num_updates)
