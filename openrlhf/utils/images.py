@@ -29,6 +29,7 @@ VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 BANNED_LOGIT = -100.0  # added to the logits of these, in engines and in the trainer alike
 PLACEHOLDERS = ("image_token_id", "video_token_id")
 PROCESSOR_FILES = ("preprocessor_config", "video_preprocessor_config", "processor_config")
+PNG_START = b"\x89PNG\r\n\x1a\n"
 MAX_PATH = 4096  # characters: a longer text is no path
 
 
@@ -51,6 +52,33 @@ class Picture:
     def open(self) -> Image.Image:
         """Return the picture, decoded to RGB and turned as its EXIF data say."""
         return _decoded(self.data)
+
+    def as_png(self) -> bytes:
+        """Return a PNG file with the same pixels."""
+        return self.data if self.data.startswith(PNG_START) else _png(self.open())
+
+    def data_url(self, max_side: int) -> str:
+        """Return the picture as a page shows it, with no side longer than `max_side` pixels."""
+        image = self.open()
+        image.thumbnail((max_side, max_side))
+        return f"data:image/png;base64,{base64.b64encode(_png(image)).decode()}"
+
+
+def write_pictures(folder: Path, pictures: Iterable[Picture]) -> None:
+    """Write each picture once, as `<sha256>.png`; raises OSError."""
+    for sha256, picture in {picture.sha256: picture for picture in pictures}.items():
+        path = folder / f"{sha256}.png"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".partial")
+            unfinished.write_bytes(picture.as_png())
+            unfinished.replace(path)
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
 
 
 def _decoded(data: bytes) -> Image.Image:
@@ -92,9 +120,7 @@ def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, Image.Image):
-        file = io.BytesIO()
-        value.convert("RGB").save(file, format="PNG")
-        return file.getvalue()
+        return _png(value.convert("RGB"))
     if allow_paths and (path := file_of(value, folder)) is not None:
         try:
             return path.read_bytes()
