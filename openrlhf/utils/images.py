@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from openrlhf.errors import ConfigError, first_line
+from openrlhf.utils.adapter_folder import base_of_adapter
 
 if TYPE_CHECKING:  # workers of reward functions read pictures, and nothing heavy
     import torch
@@ -203,9 +204,11 @@ class ImageProcessor:
         max_pixels: int | None = None,
         trust_remote_code: bool = False,
     ) -> "ImageProcessor":
-        """Load the processor of a model's folder or hub name, with other limits of pixels for each
-        picture; raise ConfigError where it has none.
+        """Load the processor of a model's folder or hub name, or of an adapter's base, with other
+        limits of pixels for each picture; raise ConfigError where it has none.
         """
+        while (base := base_of_adapter(path)) is not None:
+            path = base
         import transformers  # noqa: PLC0415 - samples hold pictures, and are used where it is not
 
         options = {"trust_remote_code": trust_remote_code}
