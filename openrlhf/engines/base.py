@@ -6,10 +6,9 @@ knows which one it has.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from openrlhf.utils.images import Picture
+from openrlhf.utils.images import Picture
 
 Result = TypeVar("Result")
 
@@ -66,7 +65,7 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]  # with a placeholder for every token of an image
     sampling: SamplingSettings
-    images: "tuple[Picture, ...]" = ()  # of the prompt, in order
+    images: tuple[Picture, ...] = ()  # of the prompt, in order
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,14 @@ class Picture:
         """Return a PNG file with the same pixels."""
         return self.data if self.data.startswith(PNG_START) else _png(self.open())
 
-    def data_url(self, max_side: int) -> str:
-        """Return the picture as a page shows it, with no side longer than `max_side` pixels."""
-        image = self.open()
-        image.thumbnail((max_side, max_side))
-        return f"data:image/png;base64,{base64.b64encode(_png(image)).decode()}"
+    def data_url(self, max_side: int | None = None) -> str:
+        """Return the picture in a URL, with the same pixels, or no side longer than `max_side`."""
+        data = self.as_png()
+        if max_side is not None:
+            image = self.open()
+            image.thumbnail((max_side, max_side))
+            data = _png(image)
+        return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def write_pictures(folder: Path, pictures: Iterable[Picture]) -> None:
