@@ -26,6 +26,7 @@ from openrlhf.models.loading import (
     image_processor_of,
     load_config,
     read_configs,
+    refuse_pictures,
 )
 from openrlhf.models.support import check_engine_split, num_positions
 from openrlhf.models.value_head import reward_mean_and_std
@@ -38,6 +39,7 @@ from openrlhf.trainer.ppo_inputs import RunInputs
 from openrlhf.trainer.ppo_utils.update_plan import num_updates_per_rollout
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.console import say_notices
+from openrlhf.utils.images import is_vision
 from openrlhf.utils.own_functions import ESTIMATOR, POLICY_LOSS, check_function
 from openrlhf.utils.run_folder import LOGS
 from openrlhf.utils.tokenizer import (
@@ -304,6 +306,9 @@ def check_models(
         with gathered:
             size = found[path].get_text_config().vocab_size
             check_stop_ids(config.rollout.stop_token_ids, size)
+    if path in found and is_vision(found[path]):
+        with gathered:
+            _check_reads_pictures(config, found[path], has_engines=has_engines)
     if path in found and has_engines:
         with gathered:
             refuse_adapter(path, "--pretrain")
@@ -313,6 +318,19 @@ def check_models(
             with gathered:
                 check_head_size(found[path], path, instead=INSTEAD_OF_VLLM)
     return found.get(path)
+
+
+def _check_reads_pictures(
+    config: GenerationRunConfig, policy: "PretrainedConfig", *, has_engines: bool
+) -> None:
+    """Refuse what a policy that reads pictures cannot be trained with."""
+    if config.critic_source is not None or config.reward.model_paths:
+        refuse_pictures(policy, config.policy_path)
+    if has_engines and not find_spec("torchvision"):
+        raise ConfigError(
+            f"vLLM reads the pictures of {config.policy_path} through torchvision, which is not "
+            f"installed. Install it, or type {INSTEAD_OF_VLLM}."
+        )
 
 
 def check_tokens(config: GenerationRunConfig, tokenizer: Tokenizer) -> None:

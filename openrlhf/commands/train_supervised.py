@@ -41,7 +41,7 @@ from openrlhf.distributed.hub import open_repository, push
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.weights import hf_model_of
-from openrlhf.errors import Gathered
+from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.loading import image_processor_of, read_configs, say_padded
 from openrlhf.models.support import check_here, num_positions
 from openrlhf.report.report import reporting
@@ -166,6 +166,11 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
     image_processor = None
     with gathered:
         image_processor = image_processor_of(config, model_path, configs.get(model_path))
+        if image_processor is not None and not recipe.reads_pictures:
+            raise ConfigError(
+                f"train_{recipe.name} reads texts alone, and {model_path} reads pictures. Take a "
+                "model of texts, or train_sft or train_ppo_ray."
+            )
     data_sets = supervised_data(config, recipe.data_set, **recipe.row_format(config))
     found = [(data_set, data_set.read(gathered)) for data_set in data_sets]
     if tokenizer is None:  # nothing more can be known

@@ -474,7 +474,10 @@ def _content(content: object, role: str, unread: set[str]) -> object:
         return _without_nulls(content)
     bad: Any = parts[texts.index(None)] if parts else content
     kind = bad.get("type") if isinstance(bad, Mapping) else type(bad).__name__
-    raise RowError(f"content of type {kind!r} in the {role}'s message; only text is read")
+    raise RowError(
+        f"content of type {kind!r} in the {role}'s message; only text is read, and pictures where "
+        "the model sees them"
+    )
 
 
 def _text_of(part: object) -> str | None:

@@ -70,6 +70,7 @@ Row = Mapping[str, Any]
 DIALOGUE_COLUMNS = ("system", "history", "tools", "chat_template_kwargs")
 ROW_COLUMNS = ("id", RENDERED, "finish_reason", "chosen_finish_reason", "rejected_finish_reason")
 IMAGE_COLUMNS = ("images", "image")
+OTHER_MEDIA = ("videos", "video", "audios", "audio")
 
 # What is kept of each row of the data set, beside its example.
 _FACTS = {
@@ -186,10 +187,15 @@ class TokenizedDataset(ABC):
 
     @property
     def lengths(self) -> Tensor:
-        """Return the tokens of every example, all its sequences together, (len,) int64; those of
-        pictures count twice, for tower and language model both compute them.
+        """Return the tokens of every example, all its sequences together, (len,) int64."""
+        return self._fact("num_tokens")
+
+    @property
+    def costs(self) -> Tensor:
+        """Return the work of every example in tokens, (len,) int64: those of pictures count twice,
+        for the tower computes them too.
         """
-        return self._fact("num_tokens") + self._fact("num_image_tokens")
+        return self.lengths + self._fact("num_image_tokens")
 
     @property
     def most_images(self) -> int:
@@ -221,6 +227,19 @@ class TokenizedDataset(ABC):
     def sequences(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """Return the sequences of an example, each ids (T,) int64 and its targets (T,) bool."""
         return self._example(index)[0]
+
+    def picture_notes(self, index: int) -> list[str]:
+        """Return size and tokens of each picture of an example, a line each."""
+        processor, lines = self._processor, []
+        for number, picture in enumerate(self.images(index) if processor else (), start=1):
+            size, count = f"{picture.width}x{picture.height}", processor.num_tokens(picture)
+            lines.append(f"picture {number}: {size} pixels, {count} token{'s' * (count > 1)}")
+        return lines
+
+    def is_placeholder(self, ids_T: Tensor) -> Tensor:
+        """Return True at the tokens that stand for pixels, (T,) bool."""
+        pad = None if self._processor is None else self._processor.image_token_id
+        return torch.zeros_like(ids_T, dtype=torch.bool) if pad is None else ids_T == pad
 
     @property
     def fingerprint(self) -> str:
@@ -564,6 +583,8 @@ class TokenizedDataset(ABC):
         """
         if self._processor is None:
             return ()
+        if other := next((name for name in OTHER_MEDIA if row.get(name)), None):
+            raise RowError(f"'{other}' has a value, and only text and pictures are read")
         values, most = self._picture_values(row), self._format.max_images_per_prompt
         if most is not None and len(values) > most:
             raise RowError(f"{len(values)} pictures, over --max_images_per_prompt {most}")

@@ -118,6 +118,9 @@ def read_configs(
             )
             with gathered:
                 check_shapes(model_config, path, command)
+            if scores:
+                with gathered:
+                    refuse_pictures(model_config, path)
             refuse_unsupported(
                 model_config,
                 path,
@@ -155,6 +158,15 @@ def image_processor_of(
             f"{', '.join(VISION_FAMILIES)}."
         )
     return None
+
+
+def refuse_pictures(config: PretrainedConfig, path: str) -> None:
+    """Raise ConfigError for a model that reads pictures, where a value head would be put on it."""
+    if is_vision(config):
+        raise ConfigError(
+            f"Reward models and critics read texts alone, and {path} reads pictures. Give rewards "
+            "by --remote_rm_url, and take another --advantage_estimator than gae, as group_norm is."
+        )
 
 
 def check_adapter(config: PretrainedConfig, command: CommandConfig, *, scores: bool) -> None:
@@ -383,6 +395,7 @@ def load_sequence_model(
         model.config.update(stored)
         return merge_adapter_into(model, path)
     config = load_config(path, trust_remote_code=command.trust_remote_code)
+    refuse_pictures(config, path)
     if not allow_fresh_head:
         check_value_model(config, path)
     has_stored_head = is_value_model(config)

@@ -59,6 +59,10 @@ class SampleSet(Protocol[SampleT_co]):
     def lengths(self) -> Tensor:
         """Return the tokens of every sample, (len,) int64."""
 
+    @property
+    def costs(self) -> Tensor:
+        """Return the work of every sample in tokens, (len,) int64."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> SampleT_co: ...
@@ -92,6 +96,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     """Trains one model on samples; a recipe gives samples, model and loss."""
 
     name: ClassVar[str]  # name of the command
+    reads_pictures: ClassVar[bool] = False
     data_set: ClassVar[type[TokenizedDataset]]  # that makes samples of rows
     scores: ClassVar[bool] = False  # True of a model with a scalar head
     # Metrics by which evaluations may be compared; the first one, unless --save_best names another.
@@ -120,6 +125,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.history: list[Values] = []  # of the logged steps, as far as hints look
         self.clock = RunClock(0)
         self._lengths: Lengths = inputs.samples.lengths.tolist()
+        self._costs: Lengths = inputs.samples.costs.tolist()
 
     @classmethod
     def check(cls, config: Any, tokenizer: Tokenizer) -> None:
@@ -284,7 +290,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Do one optimizer step over a global batch; return this rank's metrics."""
         times = [time.monotonic()]
         self.engine.module.train()
-        parts = list(self.own_batches(self.samples, rows, self._lengths))
+        parts = list(self.own_batches(self.samples, rows, self._costs))
         denominators: dict[str, float] = {}
         for part, batch in parts:
             for name, number in self.counts(batch).items():
@@ -317,7 +323,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Return metrics over the whole evaluation set, all ranks together."""
         assert self.eval_samples is not None, "there is no evaluation set"
         self.engine.module.eval()
-        lengths, parts = self.eval_samples.lengths.tolist(), []
+        lengths, parts = self.eval_samples.costs.tolist(), []
         with progress("evaluating", len(lengths), is_shown=self.strategy.is_main) as advance:
             batches = self.eval_batches(len(lengths))
             count = math.ceil(MIN_PARTS / (len(batches) * self.strategy.topology.dp_size))

@@ -38,7 +38,7 @@ class ReferencedSamples(Generic[SampleT]):
 
     def __init__(self, samples: SampleSet[SampleT], sums: Sequence[Sequence[float]]) -> None:
         self.samples = samples
-        self.lengths = samples.lengths
+        self.lengths, self.costs = samples.lengths, samples.costs
         self._sums = sums
 
     def __len__(self) -> int:

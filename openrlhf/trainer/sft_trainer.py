@@ -19,6 +19,7 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
 
     name = "sft"
     data_set = SFTDataset
+    reads_pictures = True
     judged_by = ("gpt_loss", "acc")
 
     @classmethod

@@ -156,7 +156,7 @@ def is_vision(config: Any) -> bool:
 
 def processor_files(config: Any) -> list[str]:
     """Return the files of the processors of a model that reads pictures, by its config."""
-    from transformers.utils import cached_file  # noqa: PLC0415 - see ImageProcessor
+    from transformers.utils.hub import cached_file  # noqa: PLC0415 - see ImageProcessor
 
     if not is_vision(config):
         return []
