@@ -10,6 +10,7 @@ from openrlhf.utils.images import ImageProcessor, Picture, write_pictures
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.run_folder import IMAGES, ROLLOUTS
 
+STEPS_PER_CLEANING = 50  # it reads a column of all files
 TextsOf = Callable[[Sequence[int]], Sequence[str]]  # of tokens
 
 
@@ -86,7 +87,7 @@ def write_rollouts(
         removed = sorted(earlier)[:-num_kept]
         for other in removed:
             other.unlink()
-        if removed:
+        if removed and step % STEPS_PER_CLEANING == 0:
             _remove_unseen(folder)
     except OSError as error:
         warn_once(f"rollouts cannot be written to {folder} ({error}); training goes on.")

@@ -194,12 +194,12 @@ def test_images_are_kept_once_and_as_long_as_a_file_names_them(tmp_path):
         return sorted(f"{image.sha256}.png" for image in images)
 
     assert write(0, red, kind="eval_step") == names(red)
-    assert write(1, red, lime, red) == names(red, lime)
-    assert write(2, blue) == names(red, blue)  # the evaluation has the red one
-    assert write(3) == names(red)
+    assert write(50, red, lime, red) == names(red, lime)
+    assert write(100, blue) == names(red, blue)  # the evaluation has the red one
+    assert write(150) == names(red)
     [path] = (tmp_path / "images").iterdir()
     assert path.read_bytes() == red.data
-    write(4, lime)
+    write(200, lime)
     kept = read_picture(tmp_path / "images" / f"{lime.sha256}.png")
     assert kept.data.startswith(b"\x89PNG")
     assert kept.open().tobytes() == lime.open().tobytes()
