@@ -328,7 +328,7 @@ def _check_reads_pictures(
         refuse_pictures(policy, config.policy_path)
     if has_engines and not find_spec("torchvision"):
         raise ConfigError(
-            f"vLLM reads the pictures of {config.policy_path} through torchvision, which is not "
+            f"vLLM reads the images of {config.policy_path} through torchvision, which is not "
             f"installed. Install it, or type {INSTEAD_OF_VLLM}."
         )
 

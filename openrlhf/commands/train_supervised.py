@@ -168,7 +168,7 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
         image_processor = image_processor_of(config, model_path, configs.get(model_path))
         if image_processor is not None and not recipe.reads_pictures:
             raise ConfigError(
-                f"train_{recipe.name} reads texts alone, and {model_path} reads pictures. Take a "
+                f"train_{recipe.name} reads texts alone, and {model_path} reads images. Take a "
                 "model of texts, or train_sft or train_ppo_ray."
             )
     data_sets = supervised_data(config, recipe.data_set, **recipe.row_format(config))

@@ -391,15 +391,15 @@ class TextDataConfig(Base):
     overlong_prompts: Literal["filter", "truncate_left", "error"] = option(
         "filter", "Prompts over --prompt_max_len: counted and left out, cut, or refused."
     )
-    image_key: str | None = option(None, "Column of pictures; unset: `images` or `image`.")
+    image_key: str | None = option(None, "Column of images; unset: `images` or `image`.")
     max_images_per_prompt: int | None = option(
-        None, "Most pictures of a row; 0: none are read; unset: as many as it has.", ge=0
+        None, "Most images of a row; 0: none are read; unset: as many as it has.", ge=0
     )
     image_min_pixels: int | None = option(
-        None, "Smaller pictures are scaled up to it; unset: as the model's folder says.", gt=0
+        None, "Smaller images are scaled up to it; unset: as the model's folder says.", gt=0
     )
     image_max_pixels: int | None = option(
-        None, "Larger pictures are scaled down to it; unset: as the model's folder says.", gt=0
+        None, "Larger images are scaled down to it; unset: as the model's folder says.", gt=0
     )
     allow_special_tokens: bool = switch(
         "Control tokens in plain-text columns are read as such; false: as text.", default=True

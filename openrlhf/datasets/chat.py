@@ -475,7 +475,7 @@ def _content(content: object, role: str, unread: set[str]) -> object:
     bad: Any = parts[texts.index(None)] if parts else content
     kind = bad.get("type") if isinstance(bad, Mapping) else type(bad).__name__
     raise RowError(
-        f"content of type {kind!r} in the {role}'s message; only text is read, and pictures where "
+        f"content of type {kind!r} in the {role}'s message; only text is read, and images where "
         "the model sees them"
     )
 

@@ -213,7 +213,7 @@ class TokenizedDataset(ABC):
             found = ()
         if [picture.sha256 for picture in found] != expected:
             place = self.row_place(row_id)
-            raise DataError(f"{place}: its pictures changed after they were read. Start again.")
+            raise DataError(f"{place}: its images changed after they were read. Start again.")
         return found
 
     def place(self, index: int) -> str:
@@ -233,7 +233,7 @@ class TokenizedDataset(ABC):
         processor, lines = self._processor, []
         for number, picture in enumerate(self.images(index) if processor else (), start=1):
             size, count = f"{picture.width}x{picture.height}", processor.num_tokens(picture)
-            lines.append(f"picture {number}: {size} pixels, {count} token{'s' * (count > 1)}")
+            lines.append(f"image {number}: {size} pixels, {count} token{'s' * (count > 1)}")
         return lines
 
     def is_placeholder(self, ids_T: Tensor) -> Tensor:
@@ -347,11 +347,11 @@ class TokenizedDataset(ABC):
         beside = DIALOGUE_COLUMNS if self._format.apply_chat_template else ()
         read = [columns[0], self._joined, *columns[1:], *beside]
         names = [name for name in read if name in (*self._rows.column_names, *self._nested)]
-        pictures = f", with the pictures of '{self._image_key}'" if self._image_key else ""
+        pictures = f", with the images of '{self._image_key}'" if self._image_key else ""
         self.notices.insert(0, f"{' and '.join(map(repr, names))} read as {how}{pictures}")
         unread = {*IMAGE_COLUMNS} & set(self._rows.column_names) if self._image_key is None else ()
         for name in unread:
-            why = "the model reads no pictures"
+            why = "the model reads no images"
             if self._format.max_images_per_prompt == 0:
                 why = "--max_images_per_prompt is 0"
             self.notices.append(Caution(f"column '{name}' is not read: {why}"))
@@ -584,10 +584,10 @@ class TokenizedDataset(ABC):
         if self._processor is None:
             return ()
         if other := next((name for name in OTHER_MEDIA if row.get(name)), None):
-            raise RowError(f"'{other}' has a value, and only text and pictures are read")
+            raise RowError(f"'{other}' has a value, and only text and images are read")
         values, most = self._picture_values(row), self._format.max_images_per_prompt
         if most is not None and len(values) > most:
-            raise RowError(f"{len(values)} pictures, over --max_images_per_prompt {most}")
+            raise RowError(f"{len(values)} images, over --max_images_per_prompt {most}")
         folder = row_folder(self._rows, row_id)
         try:
             return tuple(read_picture(value, folder=folder) for value in values)

@@ -153,7 +153,7 @@ def image_processor_of(
     used = [leaf.flag for leaf in leaves if value_at(command, leaf.path)]
     if used:
         raise ConfigError(
-            f"{', '.join(used)}: {path} reads no pictures, it is of the family "
+            f"{', '.join(used)}: {path} reads no images, it is of the family "
             f"{config.model_type}. Leave {used[0]} out, or take a model of "
             f"{', '.join(VISION_FAMILIES)}."
         )
@@ -164,7 +164,7 @@ def refuse_pictures(config: PretrainedConfig, path: str) -> None:
     """Raise ConfigError for a model that reads pictures, where a value head would be put on it."""
     if is_vision(config):
         raise ConfigError(
-            f"Reward models and critics read texts alone, and {path} reads pictures. Give rewards "
+            f"Reward models and critics read texts alone, and {path} reads images. Give rewards "
             "by --remote_rm_url, and take another --advantage_estimator than gae, as group_norm is."
         )
 

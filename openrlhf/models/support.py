@@ -129,7 +129,7 @@ def refuse_unsupported(
         ring = f"--ring_attn_size {ds.ring_attn_size}"
         split = f"--ds_tensor_parallel_size {ds.tensor_parallel_size}"
         problems = [
-            f"{flag}: {path} reads pictures, which this does not support. Leave it out."
+            f"{flag}: {path} reads images, which this does not support. Leave it out."
             for flag, is_used in (
                 (ring, ds.ring_attn_size > 1),
                 (split, ds.tensor_parallel_size > 1),

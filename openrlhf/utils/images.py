@@ -90,9 +90,9 @@ def _decoded(data: bytes) -> Image.Image:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError as error:
-        raise PictureError(f"no picture in {', '.join(FORMATS)} format") from error
+        raise PictureError(f"no image in {', '.join(FORMATS)} format") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise PictureError(f"a picture that cannot be decoded: {first_line(error)}") from error
+        raise PictureError(f"an image that cannot be decoded: {first_line(error)}") from error
 
 
 def read_picture(value: object, *, folder: Path | None = None, allow_paths: bool = True) -> Picture:
@@ -133,9 +133,9 @@ def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
     if isinstance(value, Mapping):
         return _encoded(value.get("bytes") or value.get("path"), folder, allow_paths)
     if not isinstance(value, str):
-        raise PictureError(f"{type(value).__name__} instead of a picture")
+        raise PictureError(f"{type(value).__name__} instead of an image")
     if value.startswith(("http://", "https://")):
-        raise PictureError(f"{value[:80]} is a URL: pictures are not fetched. Give a file")
+        raise PictureError(f"{value[:80]} is a URL: images are not fetched. Give a file")
     text = value.partition(",")[2] if value.startswith("data:") else value
     try:
         return base64.b64decode(text, validate=True)
@@ -243,7 +243,7 @@ class ImageProcessor:
         """
         num_places = sum(token_id == self.image_token_id for token_id in token_ids)
         if num_places != len(pictures):
-            raise PictureError(f"{num_places} places for pictures, and {len(pictures)} pictures")
+            raise PictureError(f"{num_places} places for images, and {len(pictures)} images")
         left = iter(pictures)
         return [
             self.num_tokens(next(left)) if token_id == self.image_token_id else 1

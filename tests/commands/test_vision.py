@@ -50,22 +50,22 @@ def test_check_shows_size_and_tokens_of_each_picture(capsys):
     """84x56 pixels are 3 x 2 tokens of 28x28."""
     assert exit_code(check.main, SFT.split()) == 0
     said = capsys.readouterr().out
-    assert "row 1: 18 tokens, 2 learnt\npicture 1: 84x56 pixels, 6 tokens\n" in said
-    assert "picture 2: 84x56 pixels, 6 tokens\n" in said
+    assert "row 1: 18 tokens, 2 learnt\nimage 1: 84x56 pixels, 6 tokens\n" in said
+    assert "image 2: 84x56 pixels, 6 tokens\n" in said
     assert "<|user|><|vision_start|><|image_pad|><|vision_end|>what?" in said
 
 
-SAYS = "reads pictures, which this does not support. Leave it out."
+SAYS = "reads images, which this does not support. Leave it out."
 REFUSED = [
     (f"{SFT} --ring_attn_size 2", f"--ring_attn_size 2: vision {SAYS}"),
     (f"{SFT} --ds_tensor_parallel_size 2", f"--ds_tensor_parallel_size 2: vision {SAYS}"),
     (f"{SFT} --use_liger_kernel", f"--use_liger_kernel: vision {SAYS}"),
     (f"{SFT} --load_in_4bit --lora_rank 4", f"--load_in_4bit: vision {SAYS}"),
     (f"{SFT} --image_key photos", "column 'photos' is not in the data set"),
-    (f"{SFT} --max_images_per_prompt 1", "row 2: 2 pictures, over --max_images_per_prompt 1"),
+    (f"{SFT} --max_images_per_prompt 1", "row 2: 2 images, over --max_images_per_prompt 1"),
     (
         f"sft --pretrain text {ANSWERED} --freeze_visual_encoder --image_max_pixels 9999",
-        "--freeze_visual_encoder, --image_max_pixels: text reads no pictures",
+        "--freeze_visual_encoder, --image_max_pixels: text reads no images",
     ),
     ("dpo --pretrain vision --dataset rows.jsonl --chosen_key answer", "train_dpo reads texts"),
     (f"kto --pretrain vision {ANSWERED}", "train_kto reads texts alone"),

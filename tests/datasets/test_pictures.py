@@ -109,7 +109,7 @@ def test_pictures_without_a_place_stand_before_the_users_first_words(model):
     data = data_set(model, Dataset.from_list(rows, features=features))
     text = load_tokenizer(model).decode(data[0].token_ids)
     assert text.startswith("<|user|><|vision_start|><|image_pad|><|image_pad|><|vision_end|>what?")
-    assert data.notices[0].endswith("put into the chat template, with the pictures of 'image'")
+    assert data.notices[0].endswith("put into the chat template, with the images of 'image'")
     assert (data.costs - data.lengths).tolist() == [2]
 
 
@@ -141,12 +141,12 @@ def test_a_prompt_carries_its_pictures_and_not_their_column(model, folder):
 
 
 BAD = [
-    ({"prompt": "<image>a<image>", "images": ["small.png"]}, "2 places for pictures, and 1 pic"),
-    ({"prompt": "<image>a", "images": ["small.png"] * 2}, "1 places for pictures, and 2 pic"),
+    ({"prompt": "<image>a<image>", "images": ["small.png"]}, "2 places for images, and 1 image"),
+    ({"prompt": "<image>a", "images": ["small.png"] * 2}, "1 places for images, and 2 image"),
     ({"prompt": "a", "images": ["gone.png"]}, "'gone.png' is neither a file nor base64"),
-    ({"prompt": "a", "images": ["torn.png"]}, "a picture that cannot be decoded"),
-    ({"prompt": "a", "images": ["http://a.b/c.png"]}, "is a URL: pictures are not fetched"),
-    ({"prompt": "a", "images": ["small.png"] * 3}, "3 pictures, over --max_images_per_prompt 2"),
+    ({"prompt": "a", "images": ["torn.png"]}, "an image that cannot be decoded"),
+    ({"prompt": "a", "images": ["http://a.b/c.png"]}, "is a URL: images are not fetched"),
+    ({"prompt": "a", "images": ["small.png"] * 3}, "3 images, over --max_images_per_prompt 2"),
 ]
 
 
@@ -179,7 +179,7 @@ def test_the_cache_holds_no_pixels_and_notices_another_picture(model, folder, mo
     size = sum(len(str(row)) for row in first._table)
     assert size < 1000 and "pixel" not in str(first._table.features)
     WIDE.save(folder / "it.png")
-    with pytest.raises(DataError, match=r"rows\.jsonl: row 1: its pictures changed"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: row 1: its images changed"):
         first[0]
     second = data_set(model, load_rows(str(file)))
     assert second[0].token_ids.tolist().count(PAD) == 2

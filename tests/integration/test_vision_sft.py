@@ -1,5 +1,6 @@
 """train_sft on pictures of colours: learnt from pixels, exported, resumed, frozen, adapted."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from openrlhf.cli import main as console
 from openrlhf.cli import train_sft
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
@@ -15,8 +17,10 @@ from openrlhf.utils.images import ImageProcessor, read_picture
 from openrlhf.utils.packing import PackedBatch
 from tests.distributed.spawn import meet_elsewhere, run_ranks
 from tests.helpers import tiny_vision
+from tests.helpers.documents import blocks, commands
 from tests.helpers.stopped_runs import records, stopping_behind
 from tests.helpers.supervised_runs import weights_of
+from tests.source import ROOT
 from tests.tiny import write_jsonl
 
 WORDS = list(tiny_vision.COLOURS)
@@ -162,3 +166,24 @@ def test_a_frozen_tower_keeps_its_bits_and_an_adapter_is_on_the_language_model(r
     shutil.copytree(root / "adapted", root / "merged")
     assert ImageProcessor.load(str(root / "merged")).image_token_id == 8
     load_causal_lm(root / "merged")
+
+
+def documented(root: Path) -> None:
+    os.chdir(root)
+    for block in blocks("bash", ROOT / "docs" / "vision.md"):
+        for words in commands(block, root):
+            if words[:2] == ["openrlhf", "sft"]:
+                meet_elsewhere()
+                words[words.index("--pretrain") + 1] = "model"
+                console.main(words[1:])
+
+
+def test_the_commands_of_the_document_train(tmp_path):
+    tiny_vision.make("qwen3_vl", tmp_path / "model")
+    (tmp_path / "pictures").mkdir()
+    for word in ("red", "blue"):
+        picture = tiny_vision.colour(word, np.random.default_rng(0))
+        picture.save(tmp_path / "pictures" / f"{word}.png")
+    run_ranks(documented, 1, tmp_path)
+    assert weights_of(tmp_path / "output" / "colours")
+    assert (tmp_path / "output" / "parts" / "adapter_config.json").is_file()

@@ -41,11 +41,11 @@ def test_every_form_of_a_picture_gives_the_same(tmp_path):
     ("value", "words"),
     [
         ("/nowhere/a.png", "neither a file nor base64"),
-        ("https://example.org/a.png", "pictures are not fetched"),
-        (b"GIF89a", "cannot be decoded|no picture"),
+        ("https://example.org/a.png", "images are not fetched"),
+        (b"GIF89a", "cannot be decoded|no image"),
         (encoded(tiny_vision.noise(28, 28))[:-600], "cannot be decoded: .*truncated"),
-        (None, "NoneType instead of a picture"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no picture in BMP"),
+        (None, "NoneType instead of an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image in BMP"),
     ],
 )
 def test_what_is_no_picture_is_refused_in_words(value, words):
@@ -70,7 +70,7 @@ def test_a_placeholder_becomes_as_many_as_the_picture_has_tokens(folder):
     assert found.pixels.shape == (28, 3 * 2 * 14 * 14)
     joined = Images.concat([processor.pixels([large]), processor.pixels([small])])
     assert torch.equal(joined.pixels, found.pixels)
-    with pytest.raises(PictureError, match="1 places for pictures, and 2 pictures"):
+    with pytest.raises(PictureError, match="1 places for images, and 2 images"):
         processor.expand([5, pad], [large, small])
 
 

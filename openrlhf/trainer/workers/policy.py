@@ -15,7 +15,7 @@ from openrlhf.algorithms.tokens import exp_of_log_ratio
 from openrlhf.config.ppo import AdvantageConfig
 from openrlhf.distributed.collectives import world_size
 from openrlhf.distributed.export import check_room
-from openrlhf.distributed.weights import WeightAverage, stored_parameters
+from openrlhf.distributed.weights import WeightAverage, full_parameters, stored_parameters
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.models.actor import Actor, TokenStats
@@ -262,7 +262,7 @@ class PolicyModelActor(TrainedWorker):
         generator.weight_version = self.weight_version
         if generator.model is not self.actor.model:
             held = generator.model.state_dict()
-            for name, tensor in stored_parameters(self.engine.module):
+            for name, tensor in full_parameters(self.engine.module):
                 held[name].copy_(tensor)
 
     def export(self, path: str, tensors: NamedTensors | None = None) -> None:
