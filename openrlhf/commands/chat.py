@@ -178,7 +178,7 @@ class Chat:
         return [*self.images, *self.added]
 
     def _pixels(self, prompt: torch.Tensor) -> dict[str, Any]:
-        """Return what the model takes of pictures beside a prompt, (1, T)."""
+        """Return the inputs of the model for pictures in a prompt, (1, T)."""
         if self.processor is None:
             return {}
         inputs: dict[str, Any] = {"suppress_tokens": [*self.processor.banned_token_ids]}

@@ -195,9 +195,7 @@ class AgentExecutorBase:
             reward += as_number(answer.get("rewards"), "rewards")
             if flag_of(answer, "done"):
                 break
-            feedback_ids, feedback = encoded_feedback(
-                engine, answer.get("environment_feedback"), answer.get("environment_images")
-            )
+            feedback_ids, feedback = encoded_feedback(engine, answer)
             token_ids += feedback_ids
             text += output.text + feedback
             sampling_params = answer.get("sampling_params") or sampling_params
@@ -280,8 +278,9 @@ def dict_of(answer: Any) -> Mapping[str, Any]:
     return answer
 
 
-def encoded_feedback(engine: Any, feedback: Any, images: Any) -> tuple[Sequence[int], str]:
+def encoded_feedback(engine: Any, answer: Mapping[str, Any]) -> tuple[Sequence[int], str]:
     """Return the token ids and the text of an environment's feedback; raises BadAnswerError."""
+    feedback, images = answer.get("environment_feedback"), answer.get("environment_images")
     if images is not None and not isinstance(images, (list, tuple)):
         raise BadAnswerError(f"environment_images is a {type(images).__name__}. Return a list.")
     if isinstance(feedback, str):

@@ -147,7 +147,8 @@ SMALL = (
 def test_a_run_keeps_its_pictures_once_and_a_replay_has_its_numbers(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(root, "kept", f"{SMALL} --vllm_num_engines 0 --dump 2", data="few") == 0
+    flags = f"{SMALL} --vllm_num_engines 0 --max_epochs 2 --dump 2"
+    assert train(root, "kept", flags, data="few") == 0
     run_dir = root / "kept"
     rows = pandas.read_parquet(run_dir / "rollouts" / "step_000002.parquet")
     names = {image["sha256"] for images in rows["images"] for image in images}
@@ -160,7 +161,8 @@ def test_a_run_keeps_its_pictures_once_and_a_replay_has_its_numbers(
     assert sorted(dumped) == sorted(names)
     capsys.readouterr()
     assert exit_code(replay.main, [str(run_dir), "--step", "2"]) == 0
-    assert "numbers are those of the run to the last bit" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "numbers are those of the run to the last bit" in said, said
     assert "data:image/png;base64," in (run_dir / "report.html").read_text()
 
 
