@@ -80,9 +80,7 @@ class Chat:
         else:
             has_placeholder(data.input_template)
         self.turns: list[tuple[str, str]] = []  # what was typed, and the response
-        self.images: list[
-            Picture
-        ] = []  # those of all turns, with a PICTURE for each in what was typed
+        self.images: list[Picture] = []  # of all turns; what was typed has a PICTURE for each
         self.added: list[Picture] = []  # those of the next line
         self.processor = image_processor_of(config, path, model_config)
         for file in filter(None, (config.image or "").split(",")):
@@ -117,7 +115,7 @@ class Chat:
         """Put a picture before the next line; raise ConfigError for one that cannot be read."""
         if self.processor is None or not self.config.data.apply_chat_template:
             raise ConfigError(
-                f"--image {file}: only a model that reads pictures, with --apply_chat_template, "
+                f"--image {file}: only a model that reads images, with --apply_chat_template, "
                 "can be shown one. Type both, or leave --image out."
             )
         try:
@@ -128,7 +126,7 @@ class Chat:
     def _add(self, file: str) -> None:
         try:
             self.add_image(file)
-            say("[the picture goes with the next line]\n")
+            say("[the image goes with the next line]\n")
         except ConfigError as error:
             say(f"{error}\n")
 

@@ -186,7 +186,7 @@ class ChatConfig(CommandConfig):
     }
 
     image: str | None = option(
-        None, "Pictures of the first line: files, with commas between; /image FILE adds others."
+        None, "Images of the first line: files, with commas between; /image FILE adds others."
     )
     model: ModelConfig = ModelConfig()
     data: DatasetConfig = DatasetConfig(max_len=4096)

@@ -89,10 +89,17 @@ class VLLMEngine:
         """
         return [future.result() for future in self.submit(requests)]
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
-        """Return a future for each request, without waiting."""
+    def submit(
+        self,
+        requests: Sequence[GenerationRequest],
+        prompts: Sequence[dict[str, Any]] | None = None,
+    ) -> list[Future[list[Completion]]]:
+        """Return a future for each request, without waiting; `prompts` are their inputs, if they
+        were made.
+        """
         futures: list[Future[list[Completion]]] = [Future() for _ in requests]
-        self._thread.submit(self._add, requests, futures)
+        prompts = prompts or [engine_input(request, self.processor) for request in requests]
+        self._thread.submit(self._add, requests, prompts, futures)
         return futures
 
     async def sample(self, request: GenerationRequest) -> list[Completion]:
@@ -100,7 +107,10 @@ class VLLMEngine:
 
         Cancelling it stops the sampling, and ends when that has stopped.
         """
-        (pending,) = self.submit([request])
+        made = []
+        if request.images:  # pixels take time, for which neither loop nor engine should wait
+            made = [[await asyncio.to_thread(engine_input, request, self.processor)]]
+        (pending,) = self.submit([request], *made)
         try:
             return await asyncio.wrap_future(pending)
         except asyncio.CancelledError:
@@ -228,7 +238,12 @@ class VLLMEngine:
         if self._end is not None:
             raise EngineError(f"vLLM engine is down: {self._end}") from self._end
 
-    def _add(self, requests: Sequence[GenerationRequest], futures: Sequence[Future[Any]]) -> None:
+    def _add(
+        self,
+        requests: Sequence[GenerationRequest],
+        prompts: Sequence[dict[str, Any]],
+        futures: Sequence[Future[Any]],
+    ) -> None:
         """Hand requests to vLLM; those that come with a wrong one are refused with it."""
 
         def refuse(error: BaseException) -> None:
@@ -239,7 +254,7 @@ class VLLMEngine:
 
         with telling(refuse):
             self._check_is_up()
-            for request, future in zip(requests, futures, strict=True):
+            for request, prompt, future in zip(requests, prompts, futures, strict=True):
                 num_tokens = len(request.prompt_token_ids)
                 limit = self.llm.model_config.max_model_len
                 if not 0 < num_tokens < limit:
@@ -249,7 +264,6 @@ class VLLMEngine:
                     )
                 key = str(self._num_requests)
                 self._num_requests += 1
-                prompt = engine_input(request, self.processor)
                 self.llm.add_request(key, prompt, self._sampling_params(request.sampling))
                 self._waiting[key] = (request, future)
         self._queue_step()

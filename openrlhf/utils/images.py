@@ -266,9 +266,17 @@ class ImageProcessor:
         return [i for i, n in zip(token_ids, lengths, strict=True) for _ in range(n)]
 
     def pixels(self, pictures: Sequence[Picture]) -> Images:
-        """Return the pixels that a model reads of one or more pictures, in float32."""
-        found = self._processor(images=[each.open() for each in pictures], return_tensors="pt")
-        return Images(found["pixel_values"].float(), found["image_grid_thw"])
+        """Return the pixels that a model reads of one or more pictures, in float32; one that comes
+        several times is processed once.
+        """
+        distinct = {picture.sha256: picture for picture in pictures}
+        files = [picture.open() for picture in distinct.values()]
+        found = self._processor(images=files, return_tensors="pt")
+        pixels, grid = found["pixel_values"].float(), found["image_grid_thw"]
+        places = {sha256: place for place, sha256 in enumerate(distinct)}
+        order = [places[picture.sha256] for picture in pictures]
+        parts = pixels.split(grid.prod(-1).tolist())
+        return Images.concat(Images(parts[place], grid[place, None]) for place in order)
 
     @property
     def logit_bias(self) -> dict[int, float]:
@@ -282,6 +290,6 @@ class ImageProcessor:
         places = [k for k, token_id in enumerate(token_ids) if token_id == self.image_token_id]
         sizes = [self.num_tokens(picture) for picture in pictures]
         if len(places) != sum(sizes):
-            raise PictureError(f"{len(places)} places for pictures of {sum(sizes)} tokens")
+            raise PictureError(f"{len(places)} places for images of {sum(sizes)} tokens")
         starts = list(accumulate(sizes, initial=0))[:-1]
         return [(places[start], size) for start, size in zip(starts, sizes, strict=True)]

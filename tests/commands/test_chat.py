@@ -203,5 +203,5 @@ def test_pictures_go_with_a_line_and_stay_in_the_conversation(tmp_path, monkeypa
 @pytest.mark.parametrize("flags", [["--apply_chat_template"], []])
 def test_a_picture_that_cannot_be_shown_is_refused(tiny_model_dir, flags):
     words = ["--pretrain", str(tiny_model_dir), "--image", "a.png", *flags]
-    with pytest.raises(ConfigError, match=r"--image a\.png: only a model that reads pictures"):
+    with pytest.raises(ConfigError, match=r"--image a\.png: only a model that reads images"):
         Chat(parse_config(ChatConfig, words).config)

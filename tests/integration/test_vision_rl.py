@@ -2,6 +2,8 @@
 learns them from rewards; one whose pictures say nothing does not.
 """
 
+import io
+import shutil
 from pathlib import Path
 from statistics import fmean
 
@@ -12,9 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from openrlhf.cli import batch_inference, evaluate, replay, train_ppo, train_ppo_ray, train_sft
+from openrlhf.cli import main as console
 from tests.helpers import tiny_vision
+from tests.helpers.documents import blocks, commands
 from tests.helpers.stopped_runs import records, stopping_behind
 from tests.integration.commands import exit_code, steps_of
+from tests.source import ROOT
 from tests.tiny import read_jsonl, write_jsonl
 
 WORDS = list(tiny_vision.COLOURS)
@@ -203,3 +208,54 @@ def test_evaluation_and_batch_inference_see_the_pictures(root: Path, tmp_path: P
         paths = {"pretrain": root / "model", "dataset": tmp_path / f"{task}.jsonl"}
         paths |= {"save_path": tmp_path / f"learnt_{task}"}
         assert exit_code(train_sft.main, [*words(paths), *SFT.split()]) == 0
+
+
+SPLIT = {
+    "zero3_own": "--actor_num_gpus_per_node 2 --zero_stage 3 --vllm_num_engines 0",
+    "zero3_vllm": "--actor_num_gpus_per_node 2 --zero_stage 3 --vllm_num_engines 1",
+    "adapter": "--lora_rank 4 --vllm_num_engines 1 --init_kl_coef 0.01",
+    "frozen": "--freeze_visual_encoder --vllm_num_engines 1 --init_kl_coef 0.01 --use_kl_loss",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", SPLIT)
+def test_ranks_adapters_and_a_frozen_tower_agree_with_the_engine(
+    root: Path, case: str, ray_cluster: None
+) -> None:
+    assert train(root, case, f"{SMALL} {SPLIT[case]}", main=train_ppo_ray.main, data="few") == 0
+    steps = steps_of(root / case)
+    assert len(steps) == 6
+    assert max(step["vllm_kl"] for step in steps) < 1e-6
+    if case in ("adapter", "frozen"):
+        name = "adapter_model.safetensors" if case == "adapter" else "model.safetensors"
+        before, after = load_file(root / "sft" / "model.safetensors"), load_file(root / case / name)
+        assert not any("visual" in key for key in after) or all(
+            torch.equal(before[key], tensor) for key, tensor in after.items() if "visual" in key
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_document_train_and_talk(
+    root: Path,
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ray_cluster: None,
+) -> None:
+    (checkout / "pictures").mkdir()
+    for word in ("red", "blue"):
+        path = checkout / "pictures" / f"{word}.png"
+        tiny_vision.colour(word, np.random.default_rng(0)).save(path)
+    shutil.copytree(root / "sft", checkout / "output" / "colours")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Which colour?\nexit\n"))
+    ran = []
+    for block in blocks("bash", ROOT / "docs" / "vision.md"):
+        for words in commands(block, checkout):
+            if words[1] in ("ppo", "chat"):
+                assert exit_code(console.main, words[1:]) == 0
+                ran.append(words[1])
+    assert ran == ["ppo", "chat"]
+    assert load_file(checkout / "output" / "colours-rl" / "model.safetensors")
