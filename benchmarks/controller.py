@@ -45,11 +45,10 @@ class StubGroup(WorkerGroup):
 
     def result(self, share: Any, columns: Sequence[str] | None = None) -> object:
         """Return a column of a forward, or what a rank returns of its updates."""
-        experience = share if columns is None else share.experience
-        column = experience.rollout_logprobs  # any numbers of the right size
         if columns is None:
-            return column
-        return UpdateResult(Metrics(), experience.places.tolist(), dict.fromkeys(columns, column))
+            return torch.zeros(int(share.num_actions.sum()))
+        column, places = share.experience.advantages, share.experience.places
+        return UpdateResult(Metrics(), places.tolist(), dict.fromkeys(columns, column))
 
 
 def rollouts_of(num_samples: int) -> list[Rollout]:
@@ -114,7 +113,9 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
     experience, _ = make_experience(config, forwards, rollouts, 0.01)
     made = time.perf_counter()
     facts = StepInputs(1, 0.01, 0, [1])
-    results = update_model(config, group, experience, facts, texts=None, columns=["new_logprobs"])
+    results = update_model(
+        config, group, experience, facts, role="actor", texts=None, columns=["new_logprobs"]
+    )
     seen = seen_column(results, "new_logprobs", experience.num_actions)
     end = time.perf_counter()
     assert len(seen) == num_samples * NUM_ACTIONS

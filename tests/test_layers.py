@@ -56,6 +56,7 @@ HOMES = {
     "openrlhf.trainer": {"torch"},
     "openrlhf.commands.check": {"torch", "transformers", "psutil", "rich"},
     "openrlhf.commands": {"torch", "transformers"},
+    "openrlhf.commands.doctor": {"torch", "psutil", "packaging"},
     "openrlhf.commands.serve_rm": {"torch", "fastapi", "pydantic", "starlette", "uvicorn"},
     "openrlhf.trainer.ppo_utils": {"torch", "numpy"},
     "openrlhf.trainer.ray": {"torch", "ray", "psutil"},

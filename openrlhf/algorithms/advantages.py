@@ -183,7 +183,7 @@ class AdvantageEstimator:
         self,
         rewards_B: Tensor,
         group_ids_B: Tensor,
-        kl_N: Tensor,
+        kl_N: Tensor | None,
         values_N: Tensor | None,
         num_actions_B: Tensor,
         *,
@@ -193,7 +193,7 @@ class AdvantageEstimator:
     ) -> tuple[Tensor, Tensor]:
         """Return advantages and returns of the whole rollout batch, (N,) each, in fp32.
 
-        `kl_N` is 0 where the reward holds no KL term. `values_N` is needed by, and only by, gae.
+        `kl_N` is None where the reward holds no KL term. `values_N` is needed by, and only by, gae.
         Samples without actions have no part in the baseline of their group; parts of an episode,
         which share a reward, count in it once.
         """
@@ -208,8 +208,13 @@ class AdvantageEstimator:
             episode_ids_B,
         )
         shaped_B = shaped_B.clamp(*clip_range)
-        rewards_N = token_rewards(shaped_B, kl_N.float(), num_actions_B, kl_coef=kl_coef)
-        advantages_N, returns_N = self._accumulate(rewards_N, values_N, num_actions_B)
+        if kl_N is None and values_N is None and self.gamma == 1:
+            # The return of every token is the reward at the end.
+            advantages_N = returns_N = shaped_B.repeat_interleave(num_actions_B)
+        else:
+            kl_N = shaped_B.new_zeros(int(num_actions_B.sum())) if kl_N is None else kl_N.float()
+            rewards_N = token_rewards(shaped_B, kl_N, num_actions_B, kl_coef=kl_coef)
+            advantages_N, returns_N = self._accumulate(rewards_N, values_N, num_actions_B)
         if self.is_normalised:
             advantages_N = normalise(advantages_N, subtract_only=self.no_std_norm)
         return advantages_N, returns_N

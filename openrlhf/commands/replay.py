@@ -163,6 +163,7 @@ def step_again(
                 groups[role],
                 experience,
                 step_inputs,
+                role=role,
                 texts=pretraining_texts(config) if role == "actor" else None,
                 columns=columns,
                 num_done=kept.num_done.get(role, 0),

@@ -284,6 +284,16 @@ class PushConfig(CommandConfig):
     )
 
 
+class DoctorConfig(CommandConfig):
+    """What of this machine, and of a running Ray cluster's, would end a run (doctor)."""
+
+    folders: tuple[str, ...] = option(
+        (".",),
+        "Folders of runs, models and data, which every node must see; with commas between.",
+        "folders",
+    )
+
+
 class ReplayConfig(CommandConfig):
     """A step of an RL run again (replay)."""
 

@@ -248,6 +248,7 @@ class PPOTrainer:
                     self.groups[role],
                     experience,
                     dump.step_inputs,
+                    role=role,
                     texts=self.inputs.texts if is_actor else None,
                     columns=["new_logprobs"] if is_actor else [],
                 )

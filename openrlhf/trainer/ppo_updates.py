@@ -29,6 +29,17 @@ class StepInputs:
     updates: Sequence[int]  # optimizer steps of every step of the run
 
 
+# What the losses of each model read beside the sequences.
+POLICY_COLUMNS = (
+    "rollout_logprobs",
+    "weight_versions",
+    "old_logprobs",
+    "ref_logprobs",
+    "advantages",
+)
+LOSS_COLUMNS = {"actor": POLICY_COLUMNS, "critic": ("values", "returns")}
+
+
 def trained_roles(config: PPOConfig, global_step: int) -> list[str]:
     """Return the models that a step updates, in order: not the policy while the critic warms up."""
     if not config.has_critic:
@@ -42,6 +53,7 @@ def update_model(
     experience: Experience,
     step_inputs: StepInputs,
     *,
+    role: str,
     texts: SFTDataset | None,
     columns: Sequence[str],
     num_done: int = 0,
@@ -60,5 +72,5 @@ def update_model(
     )
     if texts is not None:
         plan = mix_texts(plan, texts, num_seen=step_inputs.num_texts, seed=train.seed)
-    shares = update_shares(experience, plan[num_done:])
+    shares = update_shares(experience.having(LOSS_COLUMNS[role]), plan[num_done:])
     return group.start(TrainedWorker.fit, ((share, columns) for share in shares))()

@@ -22,3 +22,10 @@ def open_store(host: str, port: int, *, rank: int, world_size: int, timeout: tim
     return TCPStore(
         host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
     )
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

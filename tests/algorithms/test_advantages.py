@@ -133,6 +133,14 @@ def test_gae_of_an_estimator_is_per_sample_and_normalised_over_all_tokens():
     assert found.tolist() == pytest.approx([(a - mean) / std for a in raw], abs=1e-5)
 
 
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_without_a_kl_term_the_numbers_are_those_of_a_kl_of_zero(name, gamma):
+    left_out = compute(name, kl=None, gamma=gamma)
+    zero = compute(name, kl=torch.zeros(6), gamma=gamma)
+    assert all(map(torch.equal, left_out, zero))
+
+
 def test_clipping_comes_after_shaping_and_before_the_kl():
     _, returns = compute("rloo", clip_range=(-2.0, 2.0))
     assert returns.tolist() == pytest.approx([0.97, 0.98, -1.03, -2.04, 1.89, 1.94])

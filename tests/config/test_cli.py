@@ -27,7 +27,17 @@ from tests.helpers.processes import OF_CALLER
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
 COMMANDS = ["sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local"]
-COMMANDS += ["replay", "eval", "check", "report", "infer", "serve-rm", "merge-lora", "push"]
+COMMANDS += [
+    "replay",
+    "eval",
+    "check",
+    "doctor",
+    "report",
+    "infer",
+    "serve-rm",
+    "merge-lora",
+    "push",
+]
 COMMANDS += ["chat"]
 
 

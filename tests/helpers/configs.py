@@ -11,6 +11,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
     ChatConfig,
+    DoctorConfig,
     LoraCombinerConfig,
     PushConfig,
     ReplayConfig,
@@ -41,6 +42,7 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "lora_combiner": LoraCombinerConfig,
     "push": PushConfig,
     "interactive_chat": ChatConfig,
+    "doctor": DoctorConfig,
     "replay": ReplayConfig,
     "report": ReportConfig,
 }

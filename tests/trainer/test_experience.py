@@ -4,7 +4,7 @@ sample once an epoch, on exactly one rank, with global denominators.
 
 import pickle
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from hypothesis import given, settings
@@ -78,6 +78,15 @@ def test_a_share_is_pickled_as_its_own_samples_alone() -> None:
     assert sorted(step.experience.group_ids.tolist()) == first.experience.group_ids.tolist()
 
 
+def test_a_share_has_the_columns_that_its_rank_reads_and_no_others() -> None:
+    whole = replace(numbered(9), values=torch.ones(25), advantages=torch.zeros(25))
+    of_critic = whole.having(["values"]).select([4, 2])
+    there = {f.name for f in fields(of_critic) if getattr(of_critic, f.name) is not None}
+    always = {f.name for f in fields(Experience) if f.default is not None}
+    assert there == always | {"values"} and {"token_ids", "action_mask"} <= always
+    assert of_critic.group_ids.tolist() == [4, 2]
+
+
 def test_the_time_for_all_shares_does_not_grow_with_the_ranks() -> None:
     whole = numbered(4000)
 
@@ -99,6 +108,7 @@ def test_images_stay_with_their_samples_and_a_prompt_s_samples_carry_them_once()
     ]
     whole = Experience.from_rollouts(samples)
     assert whole.select([2, 1, 0]).images == ((SMALL, BIG), (), (BIG,))
+    assert whole.having(()).images == whole.images
     assert whole.stand_in().images == ()
     assert Experience.from_rollouts(THREE).images == ()
     sent = pickle.dumps(whole)

@@ -7,8 +7,8 @@ offsets that are computed once a batch.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -43,9 +43,10 @@ class Experience(Batch):
     places: Tensor = field(metadata=SAMPLE)  # (B,) int64: number of the sample in its step
     token_ids: Tensor = field(metadata=TOKEN)  # (T,) int64
     action_mask: Tensor = field(metadata=TOKEN)  # (T,) bool
-    rollout_logprobs: Tensor = field(metadata=ACTION)  # (N,) float32, from the engine
-    weight_versions: Tensor = field(metadata=ACTION)  # (N,) int32
-    old_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,) None: on-policy
+    # Of the others a share has those that its rank reads; None: not computed, or not sent.
+    rollout_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,) float32
+    weight_versions: Tensor | None = field(default=None, metadata=ACTION)  # (N,) int32
+    old_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
     ref_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
     values: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
     advantages: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
@@ -95,6 +96,11 @@ class Experience(Batch):
     def _offsets(self) -> dict[str, list[int]]:
         """Return the offsets of samples along the ragged axes, B + 1 numbers each."""
         return {"token": offsets_of(self.seq_lengths), "action": offsets_of(self.num_actions)}
+
+    def having(self, columns: Collection[str]) -> "Experience":
+        """Return the samples with no more than `columns` beside what every share has."""
+        optional = [column.name for column in fields(self) if column.default is None]
+        return replace(self, **{name: None for name in optional if name not in columns})
 
     def select(self, indices: Sequence[int]) -> "Experience":
         """Return the samples at `indices`, in that order; may be empty."""

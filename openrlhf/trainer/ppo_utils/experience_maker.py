@@ -49,7 +49,7 @@ def make_experience(
     advantages_N, returns_N = estimator_of(config.algo.advantage).compute(
         penalised_rewards(config, experience),
         experience.group_ids,
-        torch.zeros_like(experience.rollout_logprobs) if kl_N is None else kl_N,
+        kl_N,
         experience.values,
         experience.num_actions,
         kl_coef=kl_coef,

@@ -57,7 +57,8 @@ def start_forward(
     that waits for a flat (N,) or (B,) column in sample order.
     """
     parts = balanced_partitions(experience.seq_lengths.tolist(), group.num_shares)
-    pending = group.start(method, ((experience.select(part),) for part in parts))
+    sequences = experience.having(())
+    pending = group.start(method, ((sequences.select(part),) for part in parts))
     return lambda: scatter_back(pending(), parts, experience.num_actions)
 
 

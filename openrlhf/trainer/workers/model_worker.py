@@ -10,7 +10,6 @@ all of them, so that none waits for another.
 import json
 import math
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -43,6 +42,7 @@ from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, Health, progress
+from openrlhf.utils.rendezvous import free_port
 from openrlhf.utils.tensors import NamedTensors
 from openrlhf.utils.tokenizer import tokenizer_of
 
@@ -78,9 +78,7 @@ class ModelWorker:
 
     def endpoint(self) -> tuple[str, int]:
         """Return the address of this machine and a free port."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return self.address, probe.getsockname()[1]
+        return self.address, free_port()
 
     def join(self, host: str, port: int, *, local_rank: int) -> None:
         """Set up this process as its rank of the group; every rank must call it."""

@@ -1,0 +1,106 @@
+"""`openrlhf doctor`: a line for what is fine, what to type for the rest."""
+
+import os
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from openrlhf.cli import doctor
+from openrlhf.commands.doctor import folder_findings, lock_findings, misfit, token_findings
+from openrlhf.trainer.ray.nodes import (
+    NodeProbe,
+    clock_findings,
+    node_findings,
+    shared_findings,
+)
+from openrlhf.utils.findings import Finding, NodeReport
+
+
+def remedies(findings: Any) -> list[str]:
+    return [finding.remedy for finding in findings if finding.remedy]
+
+
+def test_what_is_installed_is_named_and_no_cluster_is_needed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    try:
+        doctor.main([])
+    except SystemExit as exit:
+        assert exit.code == 2  # this machine may be short of something
+    said = capsys.readouterr()
+    assert f"torch {metadata.version('torch')}" in said.out
+    assert said.out.count("fix ") == len(said.err.splitlines())
+    assert "none is running: each run starts its own" in said.out
+
+
+def test_a_version_that_does_not_fit_says_what_to_install() -> None:
+    found = misfit(Requirement("torch<2"))
+    assert found is not None and found.remedy == "Type pip install 'torch<2'."
+    missing = misfit(Requirement("no-such-package>=1"))
+    assert missing is not None and missing.seen == "no-such-package is not installed"
+    assert misfit(Requirement("torch>=2")) is None
+
+
+def test_a_lock_of_a_build_that_ended_is_found_and_one_in_use_is_not(tmp_path: Path) -> None:
+    (tmp_path / "py311_cpu" / "cpu_adam").mkdir(parents=True)
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    held = os.open(lock, os.O_CREAT | os.O_EXCL)
+    assert not remedies(lock_findings(tmp_path))
+    os.close(held)
+    assert remedies(lock_findings(tmp_path)) == [f"Type rm {lock}."]
+
+
+def test_a_token_that_an_earlier_program_left_is_named(tmp_path: Path) -> None:
+    assert not remedies(token_findings(tmp_path, {}))
+    assert (
+        "unset RAY_AUTH_MODE" in remedies(token_findings(tmp_path, {"RAY_AUTH_MODE": "token"}))[0]
+    )
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    assert "export RAY_AUTH_MODE=token" in remedies(token_findings(tmp_path, {}))[0]
+    assert not remedies(token_findings(tmp_path, {"RAY_AUTH_MODE": "token"}))
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    [missing] = folder_findings((str(tmp_path / "models"),))
+    assert missing.remedy == f"Type mkdir -p {tmp_path / 'models'}, or mount it."
+
+
+class Late(NodeProbe):
+    """A node whose clock is three seconds behind and whose folders are its own."""
+
+    def time(self) -> float:
+        return time.time() - 3
+
+    def sees(self, path: str) -> bool:
+        return False
+
+
+def asked(probe: NodeProbe) -> Callable[..., Any]:
+    return lambda method, *args: getattr(probe, method.__name__)(*args)
+
+
+def test_clocks_and_folders_of_nodes_are_compared_with_those_here(tmp_path: Path) -> None:
+    asks = {"10.0.0.1": asked(NodeProbe()), "10.0.0.2": asked(Late())}
+    [clock] = clock_findings(asks)
+    assert (clock.subject, clock.seen) == ("10.0.0.2 clock", "-3.0 s from the one here")
+    [folder] = shared_findings(asks, [str(tmp_path)])
+    assert folder.seen == f"{tmp_path} is another one on 10.0.0.2" and folder.remedy
+    assert not list(tmp_path.iterdir())
+    del asks["10.0.0.2"]
+    assert not remedies([*clock_findings(asks), *shared_findings(asks, [str(tmp_path)])])
+
+
+def test_a_node_of_other_versions_or_gpus_is_named() -> None:
+    report = NodeReport([Finding("memory", "much")], {"torch": "2.12.0"}, num_gpus=4)
+    found = list(node_findings("10.0.0.2", {"GPU": 8.0}, report, {"torch": "2.13.0"}))
+    assert [f.seen for f in found] == ["torch 2.12.0, here 2.13.0", "Ray gives out 8, 4 in /dev"]
+    assert all(f.remedy and f.subject.startswith("10.0.0.2 ") for f in found)
+    [fine] = node_findings("10.0.0.2", {"GPU": 4.0, "CPU": 16.0}, report, {"torch": "2.12.0"})
+    assert fine.seen == "10.0.0.2: 4 GPUs, 16 CPUs" and not fine.remedy
