@@ -169,7 +169,7 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
         if image_processor is not None and not recipe.reads_pictures:
             raise ConfigError(
                 f"train_{recipe.name} reads texts alone, and {model_path} reads images. Take a "
-                "model of texts, or train_sft or train_ppo_ray."
+                "model of texts, or train_sft, train_dpo or train_ppo_ray."
             )
     data_sets = supervised_data(config, recipe.data_set, **recipe.row_format(config))
     found = [(data_set, data_set.read(gathered)) for data_set in data_sets]

@@ -210,7 +210,7 @@ class RefConfig(Base):
 class DPOConfig(SupervisedConfig):
     """Direct preference optimisation and its relatives (train_dpo)."""
 
-    shows: ClassVar = {"eval": HELD_OUT, "data": PAIRS}
+    shows: ClassVar = {"eval": HELD_OUT, "data": (*PAIRS, *IMAGES)}
     essentials: ClassVar = (*FIRST, *SIDE_COLUMNS, "model.loss_type", "model.beta", *LAST)
     example: ClassVar = (
         f"{START} --dataset pairs.jsonl --prompt_key prompt --apply_chat_template --beta 0.1"

@@ -561,9 +561,14 @@ class TokenizedDataset(ABC):
             return pick_columns(columns_of(rows, self._format), (asked, (), "--image_key"))[0]
         return next((name for name in IMAGE_COLUMNS if name in rows.column_names), None)
 
+    @property
+    def _image_columns(self) -> list[str]:
+        """Return the columns whose messages may hold pictures, those of a sequence."""
+        return [name for name in self._columns if name]
+
     def _picture_values(self, row: Row) -> list[Any]:
         """Return the values of a row's pictures, in the order of their places."""
-        columns = [name for name in self._columns if name]
+        columns = self._image_columns
         own = values_of(self._image_key and value_at(row, self._image_key))
         parts = [found for name in columns for found in values_in(value_at(row, name))]
         left = iter(own)

@@ -67,7 +67,6 @@ REFUSED = [
         f"sft --pretrain text {ANSWERED} --freeze_visual_encoder --image_max_pixels 9999",
         "--freeze_visual_encoder, --image_max_pixels: text reads no images",
     ),
-    ("dpo --pretrain vision --dataset rows.jsonl --chosen_key answer", "train_dpo reads texts"),
     (f"kto --pretrain vision {ANSWERED}", "train_kto reads texts alone"),
     (f"kd --pretrain vision --teacher_model vision {ANSWERED}", "train_kd reads texts alone"),
     ("rm --pretrain vision --dataset rows.jsonl --chosen_key answer", "Reward models and critics"),

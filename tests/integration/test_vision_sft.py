@@ -1,4 +1,4 @@
-"""train_sft on pictures of colours: learnt from pixels, exported, resumed, frozen, adapted."""
+"""SFT and DPO on pictures of colours: learnt from pixels, exported, resumed, frozen, adapted."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from openrlhf.cli import main as console
-from openrlhf.cli import train_sft
+from openrlhf.cli import train_dpo, train_sft
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.images import ImageProcessor, read_picture
@@ -166,6 +166,30 @@ def test_a_frozen_tower_keeps_its_bits_and_an_adapter_is_on_the_language_model(r
     shutil.copytree(root / "adapted", root / "merged")
     assert ImageProcessor.load(str(root / "merged")).image_token_id == 8
     load_causal_lm(root / "merged")
+
+
+def prefer(root: Path) -> None:
+    """The better word of a pair fits the picture, the worse one fits another."""
+    rng = np.random.default_rng(2)
+    rows = []
+    for i in range(40 * 16):
+        other = WORDS[(i + rng.integers(1, 4)) % 4]
+        pictures = [f"pictures/{i % NUM_PICTURES}.png"]
+        rows.append({"prompt": "<image>?", "images": pictures, "chosen": WORDS[i % 4]})
+        rows[-1]["rejected"] = other
+    write_jsonl(root / "pairs.jsonl", rows)
+    meet_elsewhere()
+    words = f"--pretrain {root}/model --dataset {root}/pairs.jsonl --save_path {root}/preferred"
+    flags = "--train_batch_size 16 --micro_train_batch_size 16 --learning_rate 1e-3 --beta 0.1"
+    more = "--lr_scheduler constant --lr_warmup_ratio 0 --max_epochs 1"
+    train_dpo.main([*words.split(), *flags.split(), *more.split()])
+
+
+def test_a_preference_for_what_a_picture_shows_is_learnt(root):
+    """Without pictures each word is the better one as often as the worse one."""
+    run_ranks(prefer, 1, root)
+    last = [record["acc"] for record in records(root / "preferred")][-5:]
+    assert sum(last) / len(last) >= 0.9
 
 
 def documented(root: Path) -> None:
