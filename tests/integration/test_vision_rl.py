@@ -22,6 +22,8 @@ from tests.integration.commands import exit_code, steps_of
 from tests.source import ROOT
 from tests.tiny import read_jsonl, write_jsonl
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 WORDS = list(tiny_vision.COLOURS)
 NUM_STEPS = 60
 # It also proves that functions see the pictures of their samples: else it would raise.
@@ -108,8 +110,6 @@ MODES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
 def test_grpo_learns_colours_from_pixels(root: Path, mode: str, ray_cluster: None) -> None:
     main, flags = MODES[mode]
@@ -117,8 +117,6 @@ def test_grpo_learns_colours_from_pixels(root: Path, mode: str, ray_cluster: Non
     check_has_learnt(root / mode)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_grpo_learns_colours_while_it_generates(root: Path, ray_cluster: None) -> None:
     flags = "--vllm_num_engines 1 --async_train --async_queue_size 1 --partial_rollout_enable"
     assert train(root, "async", flags, main=train_ppo_ray.main) == 0
@@ -126,8 +124,6 @@ def test_grpo_learns_colours_while_it_generates(root: Path, ray_cluster: None) -
     assert fmean(rewards[-5:]) > 0.7 > 0.55 > fmean(rewards[:3])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_policy_whose_pictures_say_nothing_does_not_learn(root: Path) -> None:
     rows_of(root, "blind", NUM_STEPS * 16, is_blind=True)
     rows = read_jsonl(root / "eval.jsonl")
@@ -171,7 +167,6 @@ def test_a_run_keeps_its_pictures_once_and_a_replay_has_its_numbers(
     assert "data:image/png;base64," in (run_dir / "report.html").read_text()
 
 
-@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(root: Path) -> None:
     flags = f"{SMALL} --vllm_num_engines 0 --save_steps 2 --load_checkpoint --seed 3"
     assert train(root, "straight", flags, data="few") == 0
@@ -182,7 +177,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(root: Path) -> None:
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
-@pytest.mark.slow
 def test_evaluation_and_batch_inference_see_the_pictures(root: Path, tmp_path: Path) -> None:
     paths = {"dataset": root / "eval.jsonl", "remote_rm_url": root / "reward.py"}
     flags = "--input_key input --label_key answer --temperature 0 --generate_max_len 6"
@@ -218,8 +212,6 @@ SPLIT = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", SPLIT)
 def test_ranks_adapters_and_a_frozen_tower_agree_with_the_engine(
     root: Path, case: str, ray_cluster: None
@@ -236,8 +228,6 @@ def test_ranks_adapters_and_a_frozen_tower_agree_with_the_engine(
         )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_commands_of_the_document_train_and_talk(
     root: Path,
     checkout: Path,
