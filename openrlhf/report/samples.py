@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet
 
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.utils.images import read_picture
+from openrlhf.utils.images import PictureError, read_picture
 from openrlhf.utils.run_folder import IMAGES, ROLLOUTS
 from openrlhf.utils.samples import spread
 
@@ -122,8 +122,11 @@ def sample_of(row: Mapping[str, Any], file: str, number: int, run_dir: Path) -> 
 
 def _shown(image: Mapping[str, Any], run_dir: Path) -> Row:
     """Return an image of a sample, small enough for a page; without `src` if its file is gone."""
-    path = run_dir / IMAGES / f"{image['sha256']}.png"
-    src = read_picture(path).data_url(MAX_SIDE) if path.exists() else None
+    name = Path(f"{image['sha256']}.png").name  # of no other folder
+    try:
+        src = read_picture(run_dir / IMAGES / name).data_url(MAX_SIDE)
+    except PictureError:
+        src = None
     return {**image, "src": src}
 
 
