@@ -151,7 +151,12 @@ async def _try_agent(config: GenerationRunConfig, inputs: RunInputs, gathered: G
     label; note what is wrong with the agent.
     """
     engine, sampling = _Given([]), replace(inputs.sampling, num_samples=1)
-    setup = agent_setup(config, inputs.tokenizer, vocab_size=inputs.vocab_size)
+    setup = agent_setup(
+        config,
+        inputs.tokenizer,
+        vocab_size=inputs.vocab_size,
+        image_processor=inputs.image_processor,
+    )
     limit_s = min(setup.episode_timeout_s, EPISODE_S)
     setup = replace(setup, episode_timeout_s=limit_s)
     agents = AgentEpisodes(setup, [engine], FailurePolicy(step_size=1))

@@ -176,7 +176,7 @@ class ChatConfig(CommandConfig):
         "model": ("model_name_or_path",),
         "data": (
             *("apply_chat_template", "tokenizer_chat_template", "chat_template_kwargs"),
-            *("input_template", "max_len", "ta_prompt"),
+            *("input_template", "max_len", "ta_prompt", "image_min_pixels", "image_max_pixels"),
         ),
         "rollout": (
             *("greedy_sampling", "top_p", "temperature", "top_k", "min_p", "repetition_penalty"),
@@ -185,6 +185,9 @@ class ChatConfig(CommandConfig):
         "ds": WEIGHTS,
     }
 
+    image: str | None = option(
+        None, "Images of the first line: files, with commas between; /image FILE adds others."
+    )
     model: ModelConfig = ModelConfig()
     data: DatasetConfig = DatasetConfig(max_len=4096)
     rollout: SamplingConfig = SamplingConfig(top_p=0.9, temperature=0.2, repetition_penalty=1.2)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from openrlhf.utils.images import Picture
+
 Result = TypeVar("Result")
 
 SEED_BITS = 63
@@ -61,8 +63,9 @@ class GenerationRequest:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]  # with a placeholder for every token of an image
     sampling: SamplingSettings
+    images: tuple[Picture, ...] = ()  # of the prompt, in order
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,9 @@ class EnginePool:
     async def act(self, request: RolloutRequest) -> list[Rollout]:
         """Return the samples of a prompt, with their texts; raises EngineError."""
         prompt = request.prompt
-        asked = GenerationRequest(request.name, prompt.prompt_token_ids, request.sampling)
+        asked = GenerationRequest(
+            request.name, prompt.prompt_token_ids, request.sampling, prompt.images
+        )
         completions = await self.generate(asked)
         if len(completions) != asked.sampling.num_samples:
             raise EngineError(

@@ -11,15 +11,18 @@ import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
 
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import base_of_adapter
+
+if TYPE_CHECKING:  # workers of reward functions read pictures, and nothing heavy
+    import torch
+    from torch import Tensor
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of files; none runs a program
 # Families whose pictures are packed, and the tokens that stand for pixels in their config.
@@ -27,6 +30,7 @@ VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 BANNED_LOGIT = -100.0  # added to the logits of these, in engines and in the trainer alike
 PLACEHOLDERS = ("image_token_id", "video_token_id")
 PROCESSOR_FILES = ("preprocessor_config", "video_preprocessor_config", "processor_config")
+PNG_START = b"\x89PNG\r\n\x1a\n"
 MAX_PATH = 4096  # characters: a longer text is no path
 
 
@@ -49,6 +53,36 @@ class Picture:
     def open(self) -> Image.Image:
         """Return the picture, decoded to RGB and turned as its EXIF data say."""
         return _decoded(self.data)
+
+    def as_png(self) -> bytes:
+        """Return a PNG file with the same pixels."""
+        return self.data if self.data.startswith(PNG_START) else _png(self.open())
+
+    def data_url(self, max_side: int | None = None) -> str:
+        """Return the picture in a URL, with the same pixels, or no side longer than `max_side`."""
+        data = self.as_png()
+        if max_side is not None:
+            image = self.open()
+            image.thumbnail((max_side, max_side))
+            data = _png(image)
+        return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def write_pictures(folder: Path, pictures: Iterable[Picture]) -> None:
+    """Write each picture once, as `<sha256>.png`; raises OSError."""
+    for sha256, picture in {picture.sha256: picture for picture in pictures}.items():
+        path = folder / f"{sha256}.png"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".partial")
+            unfinished.write_bytes(picture.as_png())
+            unfinished.replace(path)
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
 
 
 def _decoded(data: bytes) -> Image.Image:
@@ -90,9 +124,7 @@ def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, Image.Image):
-        file = io.BytesIO()
-        value.convert("RGB").save(file, format="PNG")
-        return file.getvalue()
+        return _png(value.convert("RGB"))
     if allow_paths and (path := file_of(value, folder)) is not None:
         try:
             return path.read_bytes()
@@ -141,16 +173,18 @@ class Images:
     [[1, 2, 2]].
     """
 
-    pixels: Tensor  # (P, D)
-    grid: Tensor  # (I, 3) int64: patches in time, height and width of each picture
+    pixels: "Tensor"  # (P, D)
+    grid: "Tensor"  # (I, 3) int64: patches in time, height and width of each picture
 
     @classmethod
     def concat(cls, parts: Iterable["Images"]) -> "Images":
         """Return the pictures of all parts, in order."""
+        import torch  # noqa: PLC0415 - see above
+
         pixels, grids = zip(*((part.pixels, part.grid) for part in parts), strict=True)
         return cls(torch.cat(pixels), torch.cat(grids))
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: "torch.device | str") -> Self:
         """Return the same pictures on another device."""
         return replace(self, pixels=self.pixels.to(device), grid=self.grid.to(device))
 
@@ -232,6 +266,30 @@ class ImageProcessor:
         return [i for i, n in zip(token_ids, lengths, strict=True) for _ in range(n)]
 
     def pixels(self, pictures: Sequence[Picture]) -> Images:
-        """Return the pixels that a model reads of one or more pictures, in float32."""
-        found = self._processor(images=[each.open() for each in pictures], return_tensors="pt")
-        return Images(found["pixel_values"].float(), found["image_grid_thw"])
+        """Return the pixels that a model reads of one or more pictures, in float32; one that comes
+        several times is processed once.
+        """
+        distinct = {picture.sha256: picture for picture in pictures}
+        files = [picture.open() for picture in distinct.values()]
+        found = self._processor(images=files, return_tensors="pt")
+        pixels, grid = found["pixel_values"].float(), found["image_grid_thw"]
+        places = {sha256: place for place, sha256 in enumerate(distinct)}
+        order = [places[picture.sha256] for picture in pictures]
+        parts = pixels.split(grid.prod(-1).tolist())
+        return Images.concat(Images(parts[place], grid[place, None]) for place in order)
+
+    @property
+    def logit_bias(self) -> dict[int, float]:
+        """Return the numbers that are added to logits, by token: no placeholder is ever sampled."""
+        return dict.fromkeys(self.banned_token_ids, BANNED_LOGIT)
+
+    def runs(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[tuple[int, int]]:
+        """Return the first place of each picture in expanded ids, and its number of tokens; raise
+        PictureError where the ids have places for others.
+        """
+        places = [k for k, token_id in enumerate(token_ids) if token_id == self.image_token_id]
+        sizes = [self.num_tokens(picture) for picture in pictures]
+        if len(places) != sum(sizes):
+            raise PictureError(f"{len(places)} places for images of {sum(sizes)} tokens")
+        starts = list(accumulate(sizes, initial=0))[:-1]
+        return [(places[start], size) for start, size in zip(starts, sizes, strict=True)]

@@ -42,6 +42,7 @@ class PromptRecord:
             "datasource": self.datasource,
             "columns": self.columns,
             "source_prompt": self.source,
+            "images": self.images,
         }
 
 
@@ -76,6 +77,7 @@ class Rollout:
     source_prompt: object = None
     plain_response: str = ""
     extra_columns: dict[str, object] = field(default_factory=dict)  # what it noted beside rewards
+    images: tuple[Picture, ...] = ()  # that `token_ids` have places for, in order
 
     @property
     def num_actions(self) -> int:

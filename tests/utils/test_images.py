@@ -91,3 +91,18 @@ def test_image_and_video_placeholders_are_banned(folder):
 def test_a_folder_without_an_image_processor_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"The image processor of .* cannot be read"):
         ImageProcessor.load(str(tmp_path))
+
+
+def test_a_picture_that_comes_several_times_is_decoded_once_and_its_pixels_are_the_same(folder):
+    processor = ImageProcessor.load(str(folder))
+    small, wide = (read_picture(tiny_vision.noise(28, 28 * size, size)) for size in (1, 2))
+    alone = {picture: processor.pixels([picture]) for picture in (small, wide)}
+    asked, seen = [wide, small, wide, wide], []
+    picture_type = type(small)
+    with pytest.MonkeyPatch.context() as patch:
+        decode = picture_type.open
+        patch.setattr(picture_type, "open", lambda self: (seen.append(self), decode(self))[1])
+        found = processor.pixels(asked)
+    assert seen == [wide, small]
+    assert torch.equal(found.pixels, torch.cat([alone[picture].pixels for picture in asked]))
+    assert torch.equal(found.grid, torch.cat([alone[picture].grid for picture in asked]))

@@ -7,7 +7,12 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.generation import GenerationRunConfig
-from openrlhf.trainer.local_cluster import Cluster, engine_config, policy_dtype
+from openrlhf.trainer.local_cluster import (
+    Cluster,
+    engine_config,
+    policy_dtype,
+    policy_processor,
+)
 from openrlhf.trainer.ppo_utils.demands import role_demands
 from openrlhf.trainer.ray.launcher import RayActorGroup, RaySession, ray_session
 from openrlhf.trainer.ray.placement import place, view_cluster
@@ -48,7 +53,8 @@ def ray_cluster(
             settings = engine_config(
                 config, dtype=dtype, resume_step=resume_step, executor=executor
             )
-            engines = create_vllm_engines(settings, slots["vllm"], run_dir=run_dir)
+            processor = policy_processor(config)
+            engines = create_vllm_engines(settings, slots["vllm"], processor, run_dir=run_dir)
         handles = [handle for group in groups.values() for handle in group.handles]
         for handle in [*handles, *(engine.handle for engine in engines)]:
             at_the_end(ray.kill, handle)

@@ -13,6 +13,7 @@ from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.framework_logs import redirect_framework_logs
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.progress import Health
 
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
@@ -21,14 +22,22 @@ MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
 class LLMRayActor(VLLMEngine):
     """A vLLM engine in a process of its own."""
 
-    def __init__(self, settings: Mapping[str, Any], name: str, run_dir: str) -> None:
-        self.settings, self.name, self.run_dir = settings, name, run_dir
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        processor: ImageProcessor | None,
+        name: str,
+        run_dir: str,
+    ) -> None:
+        self.settings, self.processor = settings, processor
+        self.name, self.run_dir = name, run_dir
 
     def ready(self) -> str:
         """Start the engine; return the address of its node."""
         redirect_framework_logs(self.run_dir, self.name, capture_streams=True)
         index = own_gpu()
-        super().__init__(dict(self.settings, device_ids=[index] if index else None))
+        settings = dict(self.settings, device_ids=[index] if index else None)
+        super().__init__(settings, self.processor)
         return node_address()
 
     def health(self) -> Health:
@@ -86,7 +95,11 @@ class RayEngine:
 
 
 def create_vllm_engines(
-    settings: Mapping[str, Any], slots: Sequence[dict[str, Any]], *, run_dir: str
+    settings: Mapping[str, Any],
+    slots: Sequence[dict[str, Any]],
+    processor: ImageProcessor | None = None,
+    *,
+    run_dir: str,
 ) -> list[RayEngine]:
     """Start one engine actor a slot; `ready` waits until it is up.
 
@@ -96,7 +109,12 @@ def create_vllm_engines(
         RayEngine(
             start_actor(
                 LLMRayActor,
-                (dict(settings, seed=settings["seed"] + index), f"vllm-{index}", run_dir),
+                (
+                    dict(settings, seed=settings["seed"] + index),
+                    processor,
+                    f"vllm-{index}",
+                    run_dir,
+                ),
                 slot | {"max_concurrency": MAX_CONCURRENT_CALLS},
             ),
             f"vllm-{index}",

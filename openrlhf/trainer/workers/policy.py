@@ -251,6 +251,7 @@ class PolicyModelActor(TrainedWorker):
                 weight_version=-1,
                 stream=self.strategy.topology.dp_rank,
                 tokenizer=tokenizer_of(self.config, self.config.policy_path),
+                processor=self.image_processor,
             )
         if self.generator.weight_version != self.weight_version:
             self._refresh(self.generator)
