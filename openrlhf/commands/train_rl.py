@@ -147,12 +147,14 @@ def _run(
     make_trainer: MakeTrainer,
 ) -> PPOTrainer:
     groups, engines = cluster.groups, cluster.engines
+    engines_sleep = config.vllm.enable_sleep and config.engines_share_devices
     phases = DevicePhases(
         engines,
-        engines_sleep=config.vllm.enable_sleep and config.engines_share_devices,
+        engines_sleep=engines_sleep,
         training_sleeps=config.ds.enable_sleep,
-        # One at a time where reward models and what is trained share devices and run side by side.
-        turn=threading.Lock() if config.rewards_take_turns else nullcontext(),
+        # One at a time where reward models and what is trained share devices and run side by side,
+        # or where a new engine needs the memory that training has.
+        turn=threading.RLock() if config.rewards_take_turns or engines_sleep else nullcontext(),
     )
     state = RunState(config, opened, groups, phases)
     state.check_is_shared()

@@ -6,22 +6,25 @@ have the same calls, and only this file knows which is used.
 """
 
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from openrlhf.engines.base import WeightBucket
-from openrlhf.errors import WeightSyncError
+from openrlhf.errors import EngineError, WeightSyncError, first_line
 from openrlhf.utils.rendezvous import open_store
 from openrlhf.utils.tensors import tensors_in
 
 GROUP_TIMEOUT = timedelta(seconds=600)
+LOOK_EVERY_S = 0.5  # whether a broadcast that lasts was broken off
+BROKEN_OFF = "broken_off"  # the key of the store that says so
 
 Handle = tuple[Any, ...]  # opens a buffer in another process of the same place
 
@@ -101,15 +104,55 @@ def synchronize(device: torch.device) -> None:
     torch.get_device_module(device).synchronize(device)
 
 
+class Broadcasts:
+    """The trainer's rank 0 and the workers of all engines. A broadcast can be left by every member:
+    one that is dead or stopped would hold the others until the timeout of the group.
+    """
+
+    _left: ClassVar[list[object]] = []  # the end of a group waits for its broadcasts
+
+    def __init__(self, group: dist.Backend, store: dist.Store) -> None:
+        self._group, self._store = group, store
+
+    def broadcast(self, data: Tensor) -> None:
+        """Send the bytes of rank 0 to all members; raise EngineError if that is broken off."""
+        work = self._group.broadcast(data, 0)
+        begun_at = time.monotonic()
+        look_at_s = LOOK_EVERY_S
+        while not work.is_completed():
+            waited_s = time.monotonic() - begun_at
+            if waited_s > look_at_s:
+                look_at_s += LOOK_EVERY_S
+                if self._is_broken_off():
+                    self._left.append((self._group, work, data))
+                    raise EngineError("the broadcast of weights was broken off")
+            time.sleep(min(max(waited_s / 20, 0.0001), 0.02))
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise EngineError(f"the broadcast of weights failed: {first_line(error)}") from error
+
+    def break_off(self) -> None:
+        """Have all members leave; no broadcast follows."""
+        self._store.set(BROKEN_OFF, "")
+
+    def _is_broken_off(self) -> bool:
+        try:
+            return self._store.check([BROKEN_OFF])
+        except RuntimeError:  # rank 0, which serves the store, is dead
+            return True
+
+
 def join_broadcasts(
     device: torch.device, host: str, port: int, *, rank: int, world_size: int
-) -> dist.Backend:
+) -> Broadcasts:
     """Return a group of its own of the trainer's rank 0 and the workers of all engines, once all
     are there.
     """
     store = open_store(host, port, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
     make = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-    return make(dist.PrefixStore("weights", store), rank, world_size, GROUP_TIMEOUT)
+    group = make(dist.PrefixStore("weights", store), rank, world_size, GROUP_TIMEOUT)
+    return Broadcasts(group, store)
 
 
 class BucketReader:
@@ -118,11 +161,11 @@ class BucketReader:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memories = [HostMemory(), memory_of(device)]
-        self._group: dist.Backend | None = None
+        self._group: Broadcasts | None = None
         self._received = torch.empty(0)  # what a broadcast is received into
         self._opened: dict[Handle, Tensor] = {}
 
-    def join(self, group: dist.Backend, device: torch.device) -> None:
+    def join(self, group: Broadcasts, device: torch.device) -> None:
         """Receive from this group from now on, into memory of the device."""
         self._group = group
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
@@ -143,7 +186,7 @@ class BucketReader:
             if len(self._received) < bucket.num_bytes:
                 self._received = self._received.new_empty(bucket.num_bytes)
             data = self._received[: bucket.num_bytes]
-            self._group.broadcast(data, 0).wait()
+            self._group.broadcast(data)
             return data
         if "bytes" in bucket.handle:
             return torch.tensor(bucket.handle["bytes"])

@@ -13,17 +13,20 @@ Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Bui
 `commands.train_rl`.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptCursor
+from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.errors import EngineError, RewardError
+from openrlhf.errors import EngineError, LostEngineError, RewardError
 from openrlhf.rollout.evaluation import evaluation_metrics
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
@@ -81,6 +84,10 @@ class PPOTrainer:
         self.is_compared = False  # True once engine and trainer were, in this run
         self.is_told = False  # True once it was said that the reward rises alone
         self.is_ended = False  # True once a callback, or --early_stop, has asked for it
+        self._sending = threading.Lock()  # held while weights are sent
+        self._has_failed = False  # whether an engine did when weights were sent last
+        if cluster.recovery is not None:
+            cluster.recovery.prepare(self.phases.turn, self.update_engine)
         algo, train = config.algo, config.train
         teaching = GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)
         self.sampler = StepSampler(
@@ -186,7 +193,9 @@ class PPOTrainer:
     def stop(self) -> NoReturn:
         """Save and end the run because the user asked for it."""
         for engine in self.engines:  # they may be at work, and are not needed any more
-            engine.call(VLLMEngine.shutdown)
+            with suppress(EngineError):
+                if engine.is_up:
+                    engine.call(VLLMEngine.shutdown)
         self.phases.engines.clear()
         with self.phases.training():
             folder, outcome = self.state.opened.save_last(self.state)
@@ -275,14 +284,41 @@ class PPOTrainer:
 
     def broadcast_to_vllm(self) -> None:
         """Send the policy's weights to the engines; returns only when every engine has proved to
-        hold them.
+        hold them, or is being replaced.
         """
         if self.engines:
-            keep_running = self.config.train.partial_rollout_enable
-            with self.phases.sync():
-                self.groups["actor"].call(
-                    PolicyModelActor.broadcast_to_vllm, self.engines, keep_running
-                )
+            with self.phases.sync(), self._sending:
+                self._send([engine for engine in self.engines if engine.is_up])
+
+    def update_engine(self, engine: Any) -> None:
+        """Send the policy's weights to an engine in place of a lost one, and let it be used; raise
+        LostEngineError if it is lost, too.
+        """
+        with self._sending:
+            for reason in self._send([engine]):
+                raise LostEngineError(reason)
+            engine.is_lost = False
+
+    def _send(self, engines: Sequence[RolloutEngine]) -> list[str]:
+        """Send the weights, again to engines whose peers have failed. Have those replaced that have
+        failed themselves; return the reasons.
+        """
+        actor, keep_running = self.groups["actor"], self.config.train.partial_rollout_enable
+        send, num_engines = PolicyModelActor.broadcast_to_vllm, len(self.engines)
+        lost: list[str] = []
+        tried: list[RolloutEngine] = []
+        while engines:
+            failed = actor.call(send, engines, keep_running, num_engines, self._has_failed)[0]
+            self._has_failed = bool(failed)
+            again = []
+            for index, (reason, is_lost) in failed.items():
+                if is_lost or engines[index] in tried:
+                    engines[index].lose(LostEngineError(reason))
+                    lost.append(reason)
+                else:
+                    again.append(engines[index])
+            tried, engines = [*tried, *again], again
+        return lost
 
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Save a checkpoint every `--save_steps`, and of the end."""

@@ -1,6 +1,7 @@
 """How weights travel, and that a sync is only over when every engine has shown what it holds."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import WeightBucket
 from openrlhf.engines.weight_transfer import BucketReader, HostMemory, join_broadcasts
-from openrlhf.errors import WeightSyncError
+from openrlhf.errors import LostEngineError, WeightSyncError
 from openrlhf.trainer.workers import weight_sync
 from openrlhf.trainer.workers.weight_sync import (
     BroadcastTransport,
@@ -88,6 +89,11 @@ class FakeEngine:
     def receive_bucket(self, bucket: WeightBucket) -> None:
         if self.fault == "broken":
             raise WeightSyncError(f"no room for {bucket.names[0]}")
+        if self.fault == "dies" and len(self.buckets) == 1:
+            raise LostEngineError(f"{self.who} died: pid 7 was killed by SIGKILL")
+        if self.fault == "hangs" and len(self.buckets) == 1:
+            time.sleep(3)
+            return
         self.buckets.append(bucket.names)
         if "object" in bucket.handle:
             bucket = replace(bucket, handle={"bytes": ray.get(bucket.handle["object"])})
@@ -137,6 +143,27 @@ def test_an_engine_without_proof_is_refused_by_name(way, fault, message):
     engines = [FakeEngine(), engine]
     with pytest.raises(WeightSyncError, match=message):
         connected(engines, way).send(WEIGHTS, 3)
+
+
+@pytest.mark.parametrize("way", [HandleTransport, BroadcastTransport])
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_engines_hold_the_weights_though_a_peer_is_lost_on_the_way(way, fault):
+    lost, other = FakeEngine(fault), FakeEngine()
+    lost.who, other.who = "vllm-0", "vllm-1"
+    transport = connected([lost, other], way)
+    transport.wait_s = 1.0
+    started = time.monotonic()
+    transport.send(WEIGHTS, 3)
+    assert time.monotonic() - started < 8
+    why = {"dies": "vllm-0 died: pid 7 was killed by SIGKILL", "hangs": "vllm-0 took no weights"}
+    reason, is_lost = transport.failed.pop(0)
+    assert reason.startswith(why[fault]) and is_lost
+    if way is BroadcastTransport:  # its group is broken: it takes them by another one
+        assert [failure.is_lost for failure in transport.failed.values()] == [False]
+        connected([other], way).send(WEIGHTS, 3)
+    else:
+        assert not transport.failed
+    assert all(torch.equal(other.held[name], tensor) for name, tensor in WEIGHTS)
 
 
 class Place(HostMemory):

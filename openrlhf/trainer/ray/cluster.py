@@ -11,8 +11,9 @@ from openrlhf.trainer.local_cluster import Cluster, engine_config, policy_dtype
 from openrlhf.trainer.ppo_utils.demands import role_demands
 from openrlhf.trainer.ray.launcher import RayActorGroup, RaySession, ray_session
 from openrlhf.trainer.ray.placement import place, view_cluster
+from openrlhf.trainer.ray.recovery import EngineRecovery, Restarts
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
-from openrlhf.trainer.ray.watch import Watch, Watched, WatchedRay
+from openrlhf.trainer.ray.watch import Watch, Watched, WatchedEngine, WatchedRay
 from openrlhf.utils.progress import progress
 
 
@@ -49,9 +50,10 @@ def ray_cluster(
                 config, dtype=dtype, resume_step=resume_step, executor=executor
             )
             engines = create_vllm_engines(settings, slots["vllm"], run_dir=run_dir)
-        handles = [handle for group in groups.values() for handle in group.handles]
-        for handle in [*handles, *(engine.handle for engine in engines)]:
+        for handle in [handle for group in groups.values() for handle in group.handles]:
             at_the_end(ray.kill, handle)
+        recovery = EngineRecovery(engines, Restarts(config.train.max_restarts))
+        at_the_end(recovery.close)
         with progress("starting workers", len(groups) + len(engines)) as advance:
             for group in groups.values():
                 group.join()
@@ -60,7 +62,7 @@ def ray_cluster(
                 engine.ready()
                 advance()
         stack.enter_context(Watch(_watched(config, session, groups.values(), engines)))
-        yield Cluster(demands, view, dtype, groups, engines)
+        yield Cluster(demands, view, dtype, groups, engines, recovery)
 
 
 def _watched(
@@ -76,5 +78,4 @@ def _watched(
         for rank, handle in enumerate(group.handles):
             yield Watched(group.who(rank), handle, limit_s, "--rank_timeout_s", has_bar=rank == 0)
     for engine in engines:
-        who = f"engine {engine.who}"
-        yield Watched(who, engine.handle, engine_limit_s, "--engine_timeout_s")
+        yield WatchedEngine(engine, engine_limit_s)

@@ -64,8 +64,8 @@ def death_of_ray(who: str, process: psutil.Process) -> EngineError:
     return EngineError(f"{who} died: pid {process.pid} {how}{last_lines(folder / f'{name}.err')}")
 
 
-def death_of_worker(text: str, who: str, log: str) -> EngineError:
-    """Return the error for a rank or an engine whose process has died, by what Ray says of it,
+def death_of_worker(text: str, who: str, log: str) -> str:
+    """Return a sentence about a rank or an engine whose process has died, by what Ray says of it,
     without its guesses; `log` begins the names of its logs.
     """
     pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
@@ -84,9 +84,9 @@ def death_of_worker(text: str, who: str, log: str) -> EngineError:
     elif code:
         how = f"exited with code {code[1]}"
     else:
-        return EngineError(f"{who} died: {text.splitlines()[-1].strip()}")
+        return f"{who} died: {text.splitlines()[-1].strip()}"
     own = f"pid {pid[1]} {how}" if pid else how
-    return EngineError(f"{who} died: {own}{last_lines(files[-1]) if files else ''}")
+    return f"{who} died: {own}{last_lines(files[-1]) if files else ''}"
 
 
 def last_lines(path: Path) -> str:

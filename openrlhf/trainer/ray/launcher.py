@@ -22,6 +22,8 @@ from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.errors import (
     ConfigError,
     EngineError,
+    LostEngineError,
+    LostRankError,
     MachineError,
     OpenRLHFError,
     first_line,
@@ -204,11 +206,18 @@ def start_actor(worker_class: type, args: tuple[object, ...], options: dict[str,
     return actor.options(**options).remote(*args)
 
 
-def get(reference: Any, who: str, timeout_s: float, *, log: str = "") -> Any:
+def get(
+    reference: Any,
+    who: str,
+    timeout_s: float,
+    *,
+    log: str = "",
+    lost: type[LostEngineError | LostRankError] = LostRankError,
+) -> Any:
     """Wait for a Ray result; errors come back as what was raised, naming the worker, whose logs
     begin with `log`.
 
-    Raises EngineError when the worker died or did not return in `timeout_s` seconds.
+    Raises `lost` when the worker died, EngineError when it did not return in `timeout_s` seconds.
     """
     try:
         return ray.get(reference, timeout=timeout_s)
@@ -223,7 +232,7 @@ def get(reference: Any, who: str, timeout_s: float, *, log: str = "") -> Any:
     except ray.exceptions.GetTimeoutError as error:
         raise EngineError(f"{who} did not respond in {timeout_s:.0f} s") from error
     except ray.exceptions.RayActorError as error:
-        raise death_of_worker(str(error).strip(), who, log) from error
+        raise lost(death_of_worker(str(error).strip(), who, log)) from error
 
 
 class RayActorGroup(WorkerGroup):

@@ -1,8 +1,8 @@
 """Health of engines, ranks and Ray itself: one thread of the controller asks each now and then.
 
 A process that does not respond was stopped; one that stays at the same step or micro-batch hangs.
-Either is reported after a while and killed at its deadline, and the run ends as for a dead one. The
-first rank of a role has its progress bar here.
+Either is reported after a while and killed at its deadline. In place of an engine another one is
+started; the run ends for any other. The first rank of a role has its progress bar here.
 """
 
 import threading
@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
-from openrlhf.errors import EngineError
-from openrlhf.trainer.ray.deaths import death_of_ray, is_dead, is_stopped
+from openrlhf.errors import EngineError, LostEngineError
+from openrlhf.trainer.ray.deaths import death_of_ray, death_of_worker, is_dead, is_stopped
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP
+from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Advance, Health, Quiet, progress
@@ -43,6 +44,7 @@ class Watched:
     bar: ExitStack = field(default_factory=ExitStack)
     show: Advance | None = None  # moves the bar of the present work
     drawn: str | None = None  # the work it is for
+    what_follows: ClassVar[str] = "the run ends"
 
     def hear(self, health: Health | None, seconds: float) -> None:
         """Record a response, or that there was none for `seconds`."""
@@ -63,6 +65,15 @@ class Watched:
             self.hear(ray.get(self.asked.pop()), seconds)
         health = self.handle.health.options(concurrency_group=HEALTH_GROUP)
         self.asked = [health.remote()]
+
+    def died(self, text: str) -> bool:
+        """Return True if it is to be asked again, though Ray says in `text` that it is dead."""
+        return False  # whoever waits for it says so
+
+    def end(self, failure: EngineError) -> EngineError | None:
+        """End it; return the error of the run, if that ends."""
+        ray.kill(self.handle)
+        return failure
 
     def draw(self) -> None:
         """Show the work that goes on as a bar."""
@@ -89,6 +100,36 @@ class WatchedRay(Watched):
     def ask(self, seconds: float) -> None:
         health = None if is_stopped(self.handle) else Health(None, 0, None, self.handle.pid)
         self.hear(health, seconds)
+
+    def end(self, failure: EngineError) -> EngineError | None:
+        stopping.end_run(failure)  # whoever waits in it would end with it, silently
+        return failure
+
+
+class WatchedEngine(Watched):
+    """An engine in whose place another one is started."""
+
+    what_follows = "another one is started in its place"
+
+    def __init__(self, engine: RayEngine, deadline_s: float) -> None:
+        super().__init__(f"engine {engine.who}", engine.handle, deadline_s, "--engine_timeout_s")
+        self.engine = engine
+
+    def ask(self, seconds: float) -> None:
+        if self.engine.is_lost or self.handle is not self.engine.handle:
+            self.quiet.reset()
+            self.asked, self.last, self.handle = [], None, self.engine.handle
+        if not self.engine.is_lost:
+            super().ask(seconds)
+
+    def died(self, text: str) -> bool:
+        why = death_of_worker(text, self.engine.who, self.engine.log)
+        self.engine.lose(LostEngineError(why), actor=self.handle)
+        return True
+
+    def end(self, failure: EngineError) -> EngineError | None:
+        self.engine.lose(LostEngineError(str(failure)), actor=self.handle)
+        return None
 
 
 class Watch:
@@ -152,8 +193,10 @@ class Watch:
         for watched in list(self._watched):
             try:
                 watched.ask(seconds)
-            except ray.exceptions.RayError:  # it is dead: whoever waits for it says so
-                self._watched.remove(watched)
+            except ray.exceptions.RayError as error:
+                watched.asked = []
+                if not watched.died(str(error).strip()):
+                    self._watched.remove(watched)
 
     def _judge(self) -> None:
         """Say who is quiet; kill who has reached the deadline."""
@@ -163,10 +206,8 @@ class Watch:
                 return
             if watched.is_due:
                 watched.is_due = False
-                warn(
-                    f"{watched.describe()}; the run ends after {watched.deadline_s:.0f} s "
-                    f"({watched.deadline_flag})."
-                )
+                limit = f"{watched.deadline_s:.0f} s ({watched.deadline_flag})"
+                warn(f"{watched.describe()}; {watched.what_follows} after {limit}.")
 
     def _kill(self, overdue: Watched) -> None:
         """End a process; of several, one that does not respond, for the others wait for it."""
@@ -174,8 +215,4 @@ class Watch:
         silent = [watched for watched in mute if watched.quiet.seconds > 2 * ASK_EVERY_S]
         culprit = overdue if not overdue.is_responding else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
-        self.failure = EngineError(f"{culprit.describe()}, and was ended ({limit})")
-        if isinstance(culprit, WatchedRay):  # whoever waits in it would end with it, silently
-            stopping.end_run(self.failure)
-        else:
-            ray.kill(culprit.handle)
+        self.failure = culprit.end(EngineError(f"{culprit.describe()}, and was ended ({limit})"))
