@@ -108,6 +108,8 @@ class LostEngineError(EngineError):
 class LostRankError(EngineError):
     """The process of a rank has died, or was ended because it hung."""
 
+    role = ""  # of its group
+
 
 class WeightSyncError(OpenRLHFError):
     """An engine does not hold the weights the trainer sent."""

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from openrlhf.engines import vllm_cpu
-from openrlhf.engines.weight_transfer import BucketReader, join_broadcasts, synchronize
+from openrlhf.engines.weight_transfer import Broadcasts, BucketReader, synchronize
 from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.utils.tensors import bit_sum, checksum
 
@@ -55,8 +55,8 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         device = self.device if init_info["device_type"] == "cuda" else torch.device("cpu")
         own_rank = init_info["rank_offset"] + self.parallel_config.rank
         host, port, world_size = (init_info[name] for name in ("host", "port", "world_size"))
-        group = join_broadcasts(device, host, port, rank=own_rank, world_size=world_size)
-        self.reader.join(group, device)
+        group = Broadcasts(host, port, rank=own_rank, world_size=world_size)
+        self.reader.join(group.join(device), device)
 
     def start_weight_update(self) -> None:
         """Begin an update; one that was broken off is forgotten first."""

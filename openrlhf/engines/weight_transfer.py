@@ -8,7 +8,7 @@ have the same calls, and only this file knows which is used.
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from openrlhf.utils.tensors import tensors_in
 GROUP_TIMEOUT = timedelta(seconds=600)
 LOOK_EVERY_S = 0.5  # whether a broadcast that lasts was broken off
 BROKEN_OFF = "broken_off"  # the key of the store that says so
+HERE = "here/"  # those of the members that have come
 
 Handle = tuple[Any, ...]  # opens a buffer in another process of the same place
 
@@ -105,30 +106,38 @@ def synchronize(device: torch.device) -> None:
 
 
 class Broadcasts:
-    """The trainer's rank 0 and the workers of all engines. A broadcast can be left by every member:
-    one that is dead or stopped would hold the others until the timeout of the group.
+    """The trainer's rank 0 and the workers of all engines. Meeting and broadcasts can be left by
+    every member: one that is dead or stopped would hold the others until the timeout of the group.
     """
 
     _left: ClassVar[list[object]] = []  # the end of a group waits for its broadcasts
 
-    def __init__(self, group: dist.Backend, store: dist.Store) -> None:
-        self._group, self._store = group, store
+    def __init__(self, host: str, port: int, *, rank: int, world_size: int) -> None:
+        """Open the store at an address, which rank 0 serves."""
+        self._rank, self._world_size = rank, world_size
+        self._store = open_store(
+            host, port, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT, waits=False
+        )
+
+    def join(self, device: torch.device) -> "Broadcasts":
+        """Form the group once all are there; raise EngineError if that is broken off."""
+        self._store.set(f"{HERE}{self._rank}", "")
+        everyone = [f"{HERE}{rank}" for rank in range(self._world_size)]
+        self._until(lambda: self._store.check(everyone))
+        make = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+        store = dist.PrefixStore("weights", self._store)
+        self._group = make(store, self._rank, self._world_size, GROUP_TIMEOUT)
+        return self
 
     def broadcast(self, data: Tensor) -> None:
         """Send the bytes of rank 0 to all members; raise EngineError if that is broken off."""
         work = self._group.broadcast(data, 0)
-        begun_at = time.monotonic()
-        look_at_s = LOOK_EVERY_S
-        while not work.is_completed():
-            waited_s = time.monotonic() - begun_at
-            if waited_s > look_at_s:
-                look_at_s += LOOK_EVERY_S
-                if self._is_broken_off():
-                    self._left.append((self._group, work, data))
-                    raise EngineError("the broadcast of weights was broken off")
-            time.sleep(min(max(waited_s / 20, 0.0001), 0.02))
         try:
+            self._until(work.is_completed)
             work.wait()
+        except EngineError:
+            self._left.append((self._group, work, data))
+            raise
         except RuntimeError as error:
             raise EngineError(f"the broadcast of weights failed: {first_line(error)}") from error
 
@@ -136,23 +145,22 @@ class Broadcasts:
         """Have all members leave; no broadcast follows."""
         self._store.set(BROKEN_OFF, "")
 
+    def _until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until it is so; look less often the longer it takes."""
+        begun_at, look_at_s = time.monotonic(), LOOK_EVERY_S
+        while not is_so():
+            waited_s = time.monotonic() - begun_at
+            if waited_s > look_at_s:
+                look_at_s += LOOK_EVERY_S
+                if self._is_broken_off():
+                    raise EngineError("the broadcast of weights was broken off")
+            time.sleep(min(max(waited_s / 20, 0.0001), 0.02))
+
     def _is_broken_off(self) -> bool:
         try:
             return self._store.check([BROKEN_OFF])
         except RuntimeError:  # rank 0, which serves the store, is dead
             return True
-
-
-def join_broadcasts(
-    device: torch.device, host: str, port: int, *, rank: int, world_size: int
-) -> Broadcasts:
-    """Return a group of its own of the trainer's rank 0 and the workers of all engines, once all
-    are there.
-    """
-    store = open_store(host, port, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
-    make = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-    group = make(dist.PrefixStore("weights", store), rank, world_size, GROUP_TIMEOUT)
-    return Broadcasts(group, store)
 
 
 class BucketReader:

@@ -1,112 +1,228 @@
 """A run that loses processes goes on by itself: same steps, every prompt trained on once, engines
 that hold the policy. Prints the seconds from each fault to a new engine that has proved to hold the
-weights; its first token comes a forward pass later.
+weights, whose first token comes a forward pass later, or to new ranks that have theirs.
 """
 
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from openrlhf.cli import train_ppo_ray
+from openrlhf.rollout.rollout_queue import RolloutQueue
+from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_trainer import PPOTrainer
-from openrlhf.trainer.ray.vllm_engine import RayEngine
-from tests.helpers.processes import wait_until, workers
-from tests.integration.commands import SMALL, argv, steps_of
+from openrlhf.utils.tracker import read_metrics
+from tests.helpers.processes import (
+    SFT_FLAGS,
+    environment,
+    launched,
+    started,
+    wait_until,
+    workers,
+)
+from tests.integration.commands import SMALL, argv, run_command, steps_of
+from tests.integration.ppo_runs import saved_run
+from tests.tiny import write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(1200)]
 
 FLAGS = (
-    "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 --max_samples 8 "
-    "--rollout_batch_size 4 --train_batch_size 8 --num_episodes 4 --generate_max_len 200 "
-    "--actor_learning_rate 1e-3 --max_restarts 9 --engine_timeout_s 15 --rank_timeout_s 300"
+    f"{SMALL} --n_samples_per_prompt 2 --max_samples 8 --rollout_batch_size 4 "
+    "--train_batch_size 8 --num_episodes 4 --generate_max_len 200 --actor_learning_rate 1e-3 "
+    "--max_restarts 9 --engine_timeout_s 15 --rank_timeout_s 20"
 )
 NUM_STEPS = 8
-PHASES = {"generate": "generate", "update": "ppo_train", "sync": "broadcast_to_vllm"}
-FAULTS = {
-    2: ("generate", signal.SIGKILL),
-    3: ("update", signal.SIGKILL),
-    4: ("sync", signal.SIGKILL),
-    5: ("generate", signal.SIGSTOP),
-    6: ("update", signal.SIGSTOP),
-    7: ("sync", signal.SIGSTOP),
+PHASES = {
+    "generate": (PPOTrainer, "generate"),
+    "score": (PPOTrainer, "train_step"),
+    "update": (PPOTrainer, "ppo_train"),
+    "sync": (PPOTrainer, "broadcast_to_vllm"),
+    "save": (RunState, "write"),
+}
+ENGINE, ACTOR = "LLMRayActor", "PolicyModelActor"
+CRITIC, REFERENCE = "CriticModelActor", "ReferenceModelActor"
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+Fault = tuple[str, str, signal.Signals]  # whom, in which phase, how
+OF_ENGINES: dict[int, Fault] = {
+    2: (ENGINE, "generate", KILL),
+    3: (ENGINE, "update", KILL),
+    4: (ENGINE, "sync", KILL),
+    5: (ENGINE, "generate", STOP),
+    6: (ENGINE, "update", STOP),
+    7: (ENGINE, "sync", STOP),
+}
+OF_RANKS: dict[int, Fault] = {
+    2: (ACTOR, "update", KILL),
+    3: (CRITIC, "score", KILL),
+    4: (REFERENCE, "score", KILL),
+    5: (ACTOR, "sync", KILL),
+    6: (ACTOR, "save", KILL),
+    7: (ACTOR, "update", STOP),
 }
 
 
 @dataclass
 class Faults:
-    """Strikes one engine in each step, in the phase that is its turn; the step after it begins once
-    all engines are up, so that none is struck while it starts.
+    """Strikes one process in each step, in the phase that is its turn; the step after it begins
+    once all engines are up, so that none is struck while it starts.
     """
 
-    struck_at: dict[int, float] = field(default_factory=dict)  # by step
-    seconds: dict[int, float] = field(default_factory=dict)  # until a new engine was up
-    trainers: list[PPOTrainer] = field(default_factory=list)
+    plan: dict[int, Fault] = field(default_factory=dict)  # by step
+    struck_at: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)  # until there was another one
+    trainers: list[Any] = field(default_factory=list)
     step: int = 0
 
-    def begin(self, trainer: PPOTrainer, phase: str) -> None:
+    def begin(self, trainer: Any, phase: str) -> None:
         """Strike if it is the turn of this phase."""
         if phase == "generate":
             wait_until(lambda: all(engine.is_up for engine in trainer.engines), 240)
             self.trainers, self.step = [trainer], trainer.state.global_step + 1
-        if FAULTS.get(self.step, ("",))[0] == phase and self.step not in self.struck_at:
-            strike = threading.Timer(0.3 if phase == "generate" else 0.0, self._strike)
+        title, when, how = self.plan.get(self.step, ("", "", KILL))
+        if when == phase and self.step not in self.struck_at:
+            delay_s = 0.3 if phase == "generate" else 0.0
+            strike = threading.Timer(delay_s, self._strike, (self.step, title, how))
             strike.start()
-            if phase == "sync":
+            if not delay_s:
                 strike.join()
 
-    def _strike(self) -> None:
-        victim = sorted(workers("LLMRayActor"), key=lambda process: process.pid)[0]
-        self.struck_at[self.step] = time.monotonic()
-        victim.send_signal(FAULTS[self.step][1])
+    def _strike(self, step: int, title: str, how: signal.Signals) -> None:
+        victim = sorted(workers(title), key=lambda process: process.pid)[-1]
+        self.struck_at[step] = time.monotonic()
+        victim.send_signal(how)
 
     def replaced(self) -> None:
-        """Note that a new engine is up."""
+        """Note that there is another process in place of the last one."""
         step = max(self.struck_at)
-        self.seconds[step] = time.monotonic() - self.struck_at[step]
+        self.seconds.setdefault(step, time.monotonic() - self.struck_at[step])
+
+    def show(self, what: str) -> None:
+        """Print the seconds of every fault."""
+        for step, (title, phase, how) in self.plan.items():
+            print(f"{what}: {how.name} of {title} in {phase}: {self.seconds[step]:.1f} s")
+
+
+def hook(patch: pytest.MonkeyPatch, kind: type, name: str, **calls: Callable[..., None]) -> None:
+    """Have a method call `before` and `after` with its object."""
+    method = getattr(kind, name)
+
+    def run(self: Any, *args: Any, **named: Any) -> Any:
+        calls.get("before", lambda _: None)(self)
+        found = method(self, *args, **named)
+        calls.get("after", lambda _: None)(self)
+        return found
+
+    patch.setattr(kind, name, run)
 
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    faults, update_engine = Faults(), PPOTrainer.update_engine
-
-    def striking(phase: str) -> None:
-        method = getattr(PPOTrainer, PHASES[phase])
-
-        def run(trainer: PPOTrainer, *args: Any) -> Any:
-            faults.begin(trainer, phase)
-            return method(trainer, *args)
-
-        monkeypatch.setattr(PPOTrainer, PHASES[phase], run)
-
-    def update_and_note(trainer: PPOTrainer, engine: RayEngine) -> None:
-        update_engine(trainer, engine)
-        faults.replaced()
-
-    for phase in PHASES:
-        striking(phase)
-    monkeypatch.setattr(PPOTrainer, "update_engine", update_and_note)
+    faults = Faults()
+    for phase, (kind, name) in PHASES.items():
+        hook(monkeypatch, kind, name, before=lambda it, phase=phase: faults.begin(it, phase))
+    for name in ("update_engine", "start_again"):
+        hook(monkeypatch, PPOTrainer, name, after=lambda _: faults.replaced())
     return faults
+
+
+def check(faults: Faults, given: dict) -> None:
+    """Every step was made once, by samples of its policy, and every prompt trained on once."""
+    steps = steps_of(given["save_path"])
+    assert [step["step"] for step in steps] == list(range(1, NUM_STEPS + 1))
+    # Every sample was the policy's of its step: else its log-probs would be others.
+    assert all(step["vllm_kl"] < 1e-6 for step in steps if "vllm_kl" in step)
+    ledger = faults.trainers[0].sampler.ledger
+    assert ledger.outcomes == {"trained": 32} and not ledger.pending
+    assert faults.struck_at.keys() == faults.plan.keys()
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_a_run_goes_on_with_new_engines_in_place_of_lost_ones(
     ray_cluster: None, given: dict, faults: Faults, capsys: pytest.CaptureFixture, num_engines: int
 ) -> None:
-    flags = f"{SMALL} {FLAGS} --vllm_num_engines {num_engines}"
+    faults.plan = OF_ENGINES
+    flags = f"{FLAGS} --advantage_estimator group_norm --init_kl_coef 0"
+    train_ppo_ray.main(argv("", sizes=f"{flags} --vllm_num_engines {num_engines}", **given))
+    check(faults, given)
+    [trainer] = faults.trainers
+    assert sum(engine.num_starts for engine in trainer.engines) == num_engines + len(OF_ENGINES)
+    with capsys.disabled():
+        faults.show(f"{num_engines} engine(s)")
+
+
+def test_a_run_goes_on_from_its_last_checkpoint_with_new_ranks(
+    ray_cluster: None, given: dict, faults: Faults, capsys: pytest.CaptureFixture, critic_dir: Any
+) -> None:
+    faults.plan = OF_RANKS
+    flags = (
+        f"{FLAGS} --advantage_estimator gae --init_kl_coef 0.01 --save_steps 1 --zero_stage 2 "
+        "--vllm_num_engines 1 --actor_num_gpus_per_node 2"
+    )
+    given |= {"ckpt_path": given["save_path"] / "ckpt", "critic_pretrain": critic_dir}
+    train_ppo_ray.main(argv("", sizes=flags, **given))
+    check(faults, given)
+    state = saved_run(given["ckpt_path"] / f"global_step{NUM_STEPS}")
+    assert state["weight_version"] == NUM_STEPS
+    faults.seconds.setdefault(4, 0.0)  # the reference's, within a forward
+    with capsys.disabled():
+        faults.show("2 ranks")
+
+
+def test_an_asynchronous_run_goes_on_from_an_older_checkpoint(
+    ray_cluster: None, given: dict, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (
+        f"{FLAGS} --async_train --partial_rollout --async_queue_size 2 --save_steps 3 "
+        "--advantage_estimator reinforce_baseline --init_kl_coef 0 --vllm_num_engines 1"
+    )
+    struck = []
+
+    def strike(queue: RolloutQueue) -> None:
+        if queue.sampler.ledger.outcomes["trained"] == 5 * 4 and len(struck) < 1:
+            struck.extend(workers(ACTOR))
+            struck[0].kill()
+
+    hook(monkeypatch, RolloutQueue, "settle", after=strike)
+    hook(monkeypatch, PPOTrainer, "report", before=lambda trainer: faults.trainers.append(trainer))
+    given["ckpt_path"] = given["save_path"] / "ckpt"
     train_ppo_ray.main(argv("", sizes=flags, **given))
     steps = steps_of(given["save_path"])
-    assert [step["step"] for step in steps] == list(range(1, NUM_STEPS + 1))
-    # Every sample was the policy's of its step: else its log-probs would be others.
-    assert all(step["vllm_kl"] < 1e-6 for step in steps if "vllm_kl" in step)
-    [trainer] = faults.trainers
-    ledger = trainer.sampler.ledger
+    assert struck and [step["step"] for step in steps] == list(range(1, NUM_STEPS + 1))
+    assert max(step["staleness_max"] for step in steps) <= 2
+    ledger = faults.trainers[0].sampler.ledger
     assert ledger.outcomes == {"trained": 32} and not ledger.pending
-    assert sum(engine.num_starts for engine in trainer.engines) == num_engines + len(FAULTS)
-    with capsys.disabled():
-        for step, (phase, number) in FAULTS.items():
-            name = signal.Signals(number).name
-            print(f"{num_engines} engine(s), {name} in {phase}: {faults.seconds[step]:.1f} s")
+
+
+def test_torchrun_starts_the_ranks_of_a_run_again_which_goes_on_by_itself(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i} and", "completion": "two words"} for i in range(320)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    launcher = "torchrun --max_restarts 2 --nproc_per_node 2 --master_port {port} -m {module}"
+
+    def words(run: Path) -> list[str]:
+        flags = f"--pretrain {tiny_model_dir} --dataset {tmp_path}/rows.jsonl --save_path {run} "
+        flags += f"--ckpt_path {run}/ckpt --save_steps 4 --load_checkpoint {SFT_FLAGS}"
+        return [*launched("train_sft", launcher), *flags.split()]
+
+    struck, straight = tmp_path / "struck", tmp_path / "straight"
+    with started(words(struck), env=environment()) as process:
+        wait_until(lambda: (struck / "ckpt/global_step4").exists(), 240)
+        family = psutil.Process(process.pid).children(recursive=True)
+        [rank] = [p for p in family if p.environ().get("LOCAL_RANK") == "1"]
+        rank.kill()
+        _, said = process.communicate(timeout=240)
+    assert process.returncode == 0 and "restart" in said, said[-3000:]
+    run_command(*words(straight), env=environment())
+    losses = [
+        [(record["step"], record["gpt_loss"]) for record in read_metrics(run / "metrics.jsonl")]
+        for run in (struck, straight)
+    ]
+    assert len(losses[0]) == 40 and losses[0] == losses[1]

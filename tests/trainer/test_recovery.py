@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from openrlhf.errors import EngineError, LostEngineError
-from openrlhf.trainer.ray import recovery
-from openrlhf.trainer.ray.recovery import EngineRecovery, Restarts
+from openrlhf.trainer.ray import restarts
+from openrlhf.trainer.ray.recovery import EngineRecovery
+from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from tests.helpers.processes import wait_until
 
@@ -73,18 +74,18 @@ def test_a_loss_is_counted_once_whoever_sees_it() -> None:
 
 def test_beyond_the_restarts_of_an_hour_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(recovery.time, "monotonic", lambda: now[0])
-    restarts = Restarts(2)
-    restarts.note("vllm", DEAD)
+    monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
+    budget = Restarts(2)
+    budget.note("vllm", DEAD)
     now[0] = 1800
-    restarts.note("vllm", DEAD)
-    restarts.note("actor", DEAD)  # has a budget of its own
+    budget.note("vllm", DEAD)
+    budget.note("actor", DEAD)  # has a budget of its own
     with pytest.raises(
         EngineError, match=r"SIGKILL. It is not started again: 2 restart\(s\) of vllm"
     ):
-        restarts.note("vllm", DEAD)
+        budget.note("vllm", DEAD)
     now[0] = 3700
-    assert restarts.note("vllm", DEAD).startswith("restart 2 of 2")
+    assert budget.note("vllm", DEAD).startswith("restart 2 of 2")
 
 
 def test_an_engine_that_is_not_started_again_raises_where_it_is_asked_for() -> None:

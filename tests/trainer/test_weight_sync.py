@@ -12,7 +12,7 @@ import torch
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import WeightBucket
-from openrlhf.engines.weight_transfer import BucketReader, HostMemory, join_broadcasts
+from openrlhf.engines.weight_transfer import Broadcasts, BucketReader, HostMemory
 from openrlhf.errors import LostEngineError, WeightSyncError
 from openrlhf.trainer.workers import weight_sync
 from openrlhf.trainer.workers.weight_sync import (
@@ -79,8 +79,10 @@ class FakeEngine:
     def init_weight_transfer(self, info: dict) -> None:
         self.info = info
         rank, size = info["rank_offset"], info["world_size"]
-        group = join_broadcasts(CPU, info["host"], info["port"], rank=rank, world_size=size)
-        self.reader.join(group, CPU)
+        if self.fault == "absent":
+            raise LostEngineError(f"{self.who} died: pid 7 was killed by SIGKILL")
+        group = Broadcasts(info["host"], info["port"], rank=rank, world_size=size)
+        self.reader.join(group.join(CPU), CPU)
 
     def begin_weight_update(self, keep_running: bool) -> None:
         self.keeps_running = keep_running
@@ -164,6 +166,17 @@ def test_engines_hold_the_weights_though_a_peer_is_lost_on_the_way(way, fault):
     else:
         assert not transport.failed
     assert all(torch.equal(other.held[name], tensor) for name, tensor in WEIGHTS)
+
+
+def test_an_engine_that_never_comes_to_the_group_does_not_hold_the_others():
+    lost, other = FakeEngine("absent"), FakeEngine()
+    lost.who, other.who = "vllm-0", "vllm-1"
+    started = time.monotonic()
+    transport = connected([lost, other], BroadcastTransport)
+    transport.send(WEIGHTS, 3)
+    assert time.monotonic() - started < 8
+    assert {k: failure.is_lost for k, failure in transport.failed.items()} == {0: True, 1: False}
+    assert not other.buckets
 
 
 class Place(HostMemory):

@@ -1,39 +1,19 @@
-"""New engines in place of lost ones, while the others go on; and the budget of restarts."""
+"""New engines in place of lost ones, while the others go on."""
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from openrlhf.errors import EngineError, LostEngineError
+from openrlhf.errors import EngineError, LostEngineError, LostRankError
+from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils.console import notice, warn
 from openrlhf.utils.threads import start_thread
 
-HOUR_S = 3600.0
 CLOSE_S = 10.0
-
-
-class Restarts:
-    """Counts the restarts of each role within the last hour."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._times: defaultdict[str, list[float]] = defaultdict(list)
-
-    def note(self, role: str, why: EngineError) -> str:
-        """Note one; return its number as words. Raise EngineError if there were too many."""
-        now = time.monotonic()
-        self._times[role] = [then for then in self._times[role] if now - then < HOUR_S]
-        if len(self._times[role]) >= self.most:
-            raise EngineError(
-                f"{why}. It is not started again: {self.most} restart(s) of {role} within an hour "
-                "are allowed (--max_restarts)."
-            )
-        self._times[role].append(now)
-        return f"restart {len(self._times[role])} of {self.most} within an hour (--max_restarts)"
+RETRY_S = 1.0
 
 
 class EngineRecovery:
@@ -82,12 +62,21 @@ class EngineRecovery:
             try:
                 with self._room:
                     engine.restart()
-                    if self._update is not None:
-                        self._update(engine)
+                    self._give_weights(engine)
             except LostEngineError as error:
                 why = error
             else:
                 engine.is_lost = False
                 seconds = time.monotonic() - lost_at
                 notice(f"engine {engine.who} is up again, {seconds:.1f} s after it was lost")
+                return
+
+    def _give_weights(self, engine: RayEngine) -> None:
+        """Have the weights sent, if need be once the trainer is started again."""
+        while self._update is not None and not self._is_closed:
+            try:
+                self._update(engine)
+            except LostRankError:
+                time.sleep(RETRY_S)
+            else:
                 return

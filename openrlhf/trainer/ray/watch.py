@@ -1,8 +1,8 @@
 """Health of engines, ranks and Ray itself: one thread of the controller asks each now and then.
 
 A process that does not respond was stopped; one that stays at the same step or micro-batch hangs.
-Either is reported after a while and killed at its deadline. In place of an engine another one is
-started; the run ends for any other. The first rank of a role has its progress bar here.
+Either is reported after a while and killed at its deadline; another one is started in its place,
+or the run ends. The first rank of a role has its progress bar here.
 """
 
 import threading
@@ -16,7 +16,7 @@ import ray
 
 from openrlhf.errors import EngineError, LostEngineError
 from openrlhf.trainer.ray.deaths import death_of_ray, death_of_worker, is_dead, is_stopped
-from openrlhf.trainer.ray.launcher import HEALTH_GROUP
+from openrlhf.trainer.ray.launcher import HEALTH_GROUP, RayActorGroup
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
@@ -68,7 +68,7 @@ class Watched:
 
     def died(self, text: str) -> bool:
         """Return True if it is to be asked again, though Ray says in `text` that it is dead."""
-        return False  # whoever waits for it says so
+        return False
 
     def end(self, failure: EngineError) -> EngineError | None:
         """End it; return the error of the run, if that ends."""
@@ -106,21 +106,33 @@ class WatchedRay(Watched):
         return failure
 
 
-class WatchedEngine(Watched):
-    """An engine in whose place another one is started."""
+class WatchedActor(Watched):
+    """A process in whose place another one is started."""
 
-    what_follows = "another one is started in its place"
+    def present(self) -> Any:
+        """Return the actor that there is now; None while one is started."""
+        raise NotImplementedError
+
+    def ask(self, seconds: float) -> None:
+        actor = self.present()
+        if actor is None or actor is not self.handle:
+            self.quiet.reset()
+            self.asked, self.last, self.handle = [], None, actor
+        if actor is not None:
+            super().ask(seconds)
+
+
+class WatchedEngine(WatchedActor):
+    """An engine."""
+
+    what_follows = "it is ended"
 
     def __init__(self, engine: RayEngine, deadline_s: float) -> None:
         super().__init__(f"engine {engine.who}", engine.handle, deadline_s, "--engine_timeout_s")
         self.engine = engine
 
-    def ask(self, seconds: float) -> None:
-        if self.engine.is_lost or self.handle is not self.engine.handle:
-            self.quiet.reset()
-            self.asked, self.last, self.handle = [], None, self.engine.handle
-        if not self.engine.is_lost:
-            super().ask(seconds)
+    def present(self) -> Any:
+        return None if self.engine.is_lost else self.engine.handle
 
     def died(self, text: str) -> bool:
         why = death_of_worker(text, self.engine.who, self.engine.log)
@@ -129,6 +141,27 @@ class WatchedEngine(Watched):
 
     def end(self, failure: EngineError) -> EngineError | None:
         self.engine.lose(LostEngineError(str(failure)), actor=self.handle)
+        return None
+
+
+class WatchedRank(WatchedActor):
+    """A rank, whose group is started again by whoever waits for it."""
+
+    what_follows = "it is ended"
+
+    def __init__(self, group: RayActorGroup, rank: int, deadline_s: float) -> None:
+        handle, flag = group.handles[rank], "--rank_timeout_s"
+        super().__init__(group.who(rank), handle, deadline_s, flag, has_bar=rank == 0)
+        self.group, self.rank = group, rank
+
+    def present(self) -> Any:
+        return None if self.group.is_starting else self.group.handles[self.rank]
+
+    def died(self, text: str) -> bool:
+        return True  # whoever waits for it says so
+
+    def end(self, failure: EngineError) -> EngineError | None:
+        self.group.end_rank(self.rank, str(failure))
         return None
 
 

@@ -21,7 +21,6 @@ from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_transfer import (
     Broadcasts,
     Handle,
-    join_broadcasts,
     memory_of,
     synchronize,
 )
@@ -234,12 +233,12 @@ class BroadcastTransport(WeightTransport):
         info: dict[str, object] = {"device_type": device.type, "host": host, "port": port}
         info["world_size"] = world_size
         submit, join = self._pool.submit, VLLMEngine.init_weight_transfer
-        joining = submit(join_broadcasts, device, host, port, rank=0, world_size=world_size)
-        calls: dict[int, Future[Any]] = {TRAINER: joining}
+        self._group = Broadcasts(host, port, rank=0, world_size=world_size)
+        calls: dict[int, Future[Any]] = {TRAINER: submit(self._group.join, device)}
         for index, engine in enumerate(self.engines):
             offset = {"rank_offset": 1 + index * self.workers_per_engine}
             calls[index] = submit(engine.call, join, info | offset)
-        self._group = self._results(calls).get(TRAINER)
+        self._results(calls)
 
     def address(self, data: Tensor) -> dict[str, Any]:
         return {}
