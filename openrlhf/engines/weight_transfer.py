@@ -154,7 +154,7 @@ class Broadcasts:
                 look_at_s += LOOK_EVERY_S
                 if self._is_broken_off():
                     raise EngineError("the broadcast of weights was broken off")
-            time.sleep(min(max(waited_s / 20, 0.0001), 0.02))
+            time.sleep(min(max(waited_s / 100, 0.0001), 0.02))
 
     def _is_broken_off(self) -> bool:
         try:

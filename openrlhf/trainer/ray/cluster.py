@@ -58,7 +58,10 @@ def ray_cluster(
             settings = engine_config(
                 config, dtype=dtype, resume_step=resume_step, executor=executor
             )
-            engines = create_vllm_engines(settings, slots["vllm"], run_dir=run_dir)
+            wait_s = config.train.node_wait_s
+            engines = create_vllm_engines(
+                settings, slots["vllm"], run_dir=run_dir, node_wait_s=wait_s
+            )
         for group in groups.values():
             at_the_end(group.kill)
         recovery = EngineRecovery(engines, restarts)

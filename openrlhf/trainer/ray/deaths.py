@@ -12,7 +12,8 @@ from openrlhf.errors import EngineError
 RAY_PROCESSES = {"raylet": "raylet", "gcs_server": "GCS"}  # without which no run goes on
 GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 NUM_LINES = 3  # of a log
-NOISE = re.compile(r"\[[^\]]* [DIW] \d+ \d+\]|:\w+:")  # Ray's own lines about what goes well
+# Lines of Ray and of vLLM about what goes well.
+NOISE = re.compile(r"\[[^\]]* [DIW] \d+ \d+\]|:\w+:|\S+ \S+ (DEBUG|INFO) ")
 # What faulthandler writes of a signal that a process cannot outlive.
 CRASHES = {
     "Segmentation fault": signal.SIGSEGV,

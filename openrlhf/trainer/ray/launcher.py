@@ -34,6 +34,7 @@ from openrlhf.errors import (
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, is_stopped, ray_processes
 from openrlhf.trainer.ray.end_after import ending_after_this_process
+from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils import stopping
@@ -255,6 +256,7 @@ class RayActorGroup(WorkerGroup):
         self.restarts = restarts or Restarts(0)
         self.is_starting = False  # again
         self.ended: dict[int, str] = {}  # why ranks were ended, of these actors
+        self._slots, self._node_wait_s = slots, config.train.node_wait_s
         self._submitting = threading.Lock()  # all ranks have their calls in one order
         self.logs = f"{run_dir}/logs/{role}-"
         self.ranks_per_share = config.ds.ranks_per_share
@@ -281,6 +283,8 @@ class RayActorGroup(WorkerGroup):
             self.nodes, self.ended = [], {}
             self.handles = [make() for make in self._make]
             try:
+                for rank, handle in enumerate(self.handles):
+                    wait_for_node(handle, self._slots[rank], self.who(rank), self._node_wait_s)
                 self.join()
                 self._wait(self._submit("init_model", [self.model_args] * len(self.handles)))
             except LostRankError as error:

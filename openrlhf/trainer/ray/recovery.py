@@ -62,7 +62,11 @@ class EngineRecovery:
             try:
                 with self._room:
                     engine.restart()
-                    self._give_weights(engine)
+                    has_weights = self._update_weights(engine)
+                while not (has_weights or self._is_closed):
+                    time.sleep(RETRY_S)  # until the trainer is started again
+                    with self._room:
+                        has_weights = self._update_weights(engine)
             except LostEngineError as error:
                 why = error
             else:
@@ -71,12 +75,11 @@ class EngineRecovery:
                 notice(f"engine {engine.who} is up again, {seconds:.1f} s after it was lost")
                 return
 
-    def _give_weights(self, engine: RayEngine) -> None:
-        """Have the weights sent, if need be once the trainer is started again."""
-        while self._update is not None and not self._is_closed:
-            try:
+    def _update_weights(self, engine: RayEngine) -> bool:
+        """Return True if the engine has its weights, False if the trainer has lost a rank."""
+        try:
+            if self._update is not None:
                 self._update(engine)
-            except LostRankError:
-                time.sleep(RETRY_S)
-            else:
-                return
+        except LostRankError:
+            return False
+        return True

@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import ray
@@ -13,6 +12,7 @@ from openrlhf.engines.base import Completion, GenerationRequest, Result, WeightB
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
 from openrlhf.errors import LostEngineError
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
+from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.progress import Health
@@ -60,6 +60,8 @@ class RayEngine:
     num_starts: int = 0
     # Return a new actor, given how many there were.
     make: Callable[[int], Any] | None = field(default=None, compare=False)
+    # Wait until a new actor has a node.
+    await_node: Callable[[Any], None] | None = field(default=None, compare=False)
     handle: Any = field(default=None, compare=False)
     node: str = field(default="", compare=False)  # address of its node; empty until it is up
     is_lost: bool = field(default=False, compare=False)
@@ -70,7 +72,7 @@ class RayEngine:
     _failure: BaseException | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"make": None, "on_lost": None}
+        return vars(self) | {"make": None, "await_node": None, "on_lost": None}
 
     @property
     def who(self) -> str:
@@ -98,6 +100,8 @@ class RayEngine:
         """Start another actor in place of this one, and wait until it is up."""
         self.kill()
         self.start()
+        if self.await_node is not None:
+            self.await_node(self.handle)
         self.ready()
 
     def kill(self) -> None:
@@ -149,7 +153,11 @@ class RayEngine:
 
 
 def create_vllm_engines(
-    settings: Mapping[str, Any], slots: Sequence[dict[str, Any]], *, run_dir: str
+    settings: Mapping[str, Any],
+    slots: Sequence[dict[str, Any]],
+    *,
+    run_dir: str,
+    node_wait_s: float = 0.0,
 ) -> list[RayEngine]:
     """Start one engine actor a slot; `ready` waits until it is up.
 
@@ -157,15 +165,19 @@ def create_vllm_engines(
     from a seed of its own.
     """
 
-    def make(index: int, num_starts: int) -> Any:
-        name, seed = f"vllm-{index}", settings["seed"] + index + len(slots) * num_starts
-        options = slots[index] | {"max_concurrency": MAX_CONCURRENT_CALLS}
-        return start_actor(LLMRayActor, (dict(settings, seed=seed), name, run_dir), options)
+    def engine_of(index: int, slot: dict[str, Any]) -> RayEngine:
+        name, options = f"vllm-{index}", slot | {"max_concurrency": MAX_CONCURRENT_CALLS}
 
-    engines = [
-        RayEngine(f"vllm-{index}", f"{run_dir}/logs/vllm-{index}", make=partial(make, index))
-        for index in range(len(slots))
-    ]
+        def make(num_starts: int) -> Any:
+            seed = settings["seed"] + index + len(slots) * num_starts
+            return start_actor(LLMRayActor, (dict(settings, seed=seed), name, run_dir), options)
+
+        def await_node(handle: Any) -> None:
+            wait_for_node(handle, slot, name, node_wait_s)
+
+        return RayEngine(name, f"{run_dir}/logs/{name}", make=make, await_node=await_node)
+
+    engines = [engine_of(index, slot) for index, slot in enumerate(slots)]
     for engine in engines:
         engine.start()
     return engines
