@@ -109,8 +109,12 @@ class PPOTrainer:
         """
         self.state.note_begin()
         is_begun = is_finished = False
+        why: LostRankError | None = None
         while not is_finished:
             try:
+                if why is not None:
+                    self.start_again(why)
+                    why = None
                 if not is_begun:
                     self.begin()
                     is_begun = True
@@ -118,8 +122,8 @@ class PPOTrainer:
                     self.do_step()
                 self.finish()
                 is_finished = True
-            except LostRankError as why:
-                self.start_again(why)
+            except LostRankError as error:
+                why = error
         self.tracker.close()
 
     def begin(self) -> None:

@@ -31,6 +31,7 @@ class LosingActor(FakeActor):
 
     lost_in_updates: set[int] = field(default_factory=set)  # by the version before
     lost_in_saves: set[int] = field(default_factory=set)
+    lost_in_loads: int = 0
     num_starts: int = 0
 
     def start(self, method: Any, shares: Any) -> Any:
@@ -42,6 +43,9 @@ class LosingActor(FakeActor):
             self.lose(self.lost_in_saves)
             Path(args[0], "actor").write_text(str(self.world.policy_version))
         elif method is TrainedWorker.load_states:
+            if self.lost_in_loads:
+                self.lost_in_loads -= 1
+                raise lost("actor")
             self.world.policy_version = int(Path(args[0], "actor").read_text())
         else:
             return super().call(method, *args, **options)
@@ -64,6 +68,7 @@ def test_every_step_is_made_once_though_ranks_are_lost(
     world = World()
     trainer = make_trainer(world, num_prompts=32, is_async=is_async)
     actor = LosingActor(world, lost_in_updates={1, 4, 6}, lost_in_saves={3})
+    actor.lost_in_loads = int(save_steps > 0)
     trainer.groups["actor"] = actor
     trainer.state.groups = {"actor": actor}
     ckpt = {"save_steps": save_steps, "path": str(tmp_path), "best_metric_key": "none"}
@@ -75,7 +80,7 @@ def test_every_step_is_made_once_though_ranks_are_lost(
     assert ledger.outcomes == {"trained": 32} and not ledger.pending
     assert world.policy_version == trainer.state.weight_version == 8
     assert sum(staleness_histogram(trainer).values()) in (0, 64)
-    assert actor.num_starts == (3 if save_steps == -1 else 4)
+    assert actor.num_starts == (3 if save_steps == -1 else 5)
     if save_steps == 1 and not is_async:  # only what a save lost is sampled anew
         assert len(world.submitted) == 32 + 4
 

@@ -109,15 +109,15 @@ class WatchedRay(Watched):
 class WatchedActor(Watched):
     """A process in whose place another one is started."""
 
-    def present(self) -> Any:
-        """Return the actor that there is now; None while one is started."""
+    def present(self) -> tuple[Any, str]:
+        """Return the actor that there is now, None while one is started, and who it is."""
         raise NotImplementedError
 
     def ask(self, seconds: float) -> None:
-        actor = self.present()
+        actor, who = self.present()
         if actor is None or actor is not self.handle:
             self.quiet.reset()
-            self.asked, self.last, self.handle = [], None, actor
+            self.asked, self.last, self.handle, self.who = [], None, actor, who
         if actor is not None:
             super().ask(seconds)
 
@@ -131,8 +131,9 @@ class WatchedEngine(WatchedActor):
         super().__init__(f"engine {engine.who}", engine.handle, deadline_s, "--engine_timeout_s")
         self.engine = engine
 
-    def present(self) -> Any:
-        return None if self.engine.is_lost else self.engine.handle
+    def present(self) -> tuple[Any, str]:
+        engine = self.engine
+        return None if engine.is_lost else engine.handle, f"engine {engine.who}"
 
     def died(self, text: str) -> bool:
         why = death_of_worker(text, self.engine.who, self.engine.log)
@@ -154,8 +155,9 @@ class WatchedRank(WatchedActor):
         super().__init__(group.who(rank), handle, deadline_s, flag, has_bar=rank == 0)
         self.group, self.rank = group, rank
 
-    def present(self) -> Any:
-        return None if self.group.is_starting else self.group.handles[self.rank]
+    def present(self) -> tuple[Any, str]:
+        group, rank = self.group, self.rank
+        return None if group.is_starting else group.handles[rank], group.who(rank)
 
     def died(self, text: str) -> bool:
         return True  # whoever waits for it says so
