@@ -71,7 +71,7 @@ def death_of_worker(text: str, who: str, log: str) -> str:
     """
     pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
     files = sorted(
-        Path(log).parent.glob(f"{Path(log).name}*"), key=lambda file: file.stat().st_mtime
+        Path(log).parent.glob(f"{Path(log).name}*.log"), key=lambda file: file.stat().st_mtime
     )
     said = files[-1].read_text(errors="replace") if files else ""
     crash = re.search(r"^Fatal Python error: (.+?)$", said, re.MULTILINE)
