@@ -25,12 +25,14 @@ CRASHES = {
 
 
 def ray_processes() -> dict[str, psutil.Process]:
-    """Return the raylet and the GCS of the connected cluster by name, as far as they run here."""
-    session = ray._private.worker._global_node.session_name
+    """Return this process's raylet and the cluster's GCS by name, as far as they run here."""
+    node = ray._private.worker._global_node
+    # Another raylet here is another node, in a cluster that only plays several machines.
+    marks = {"raylet": node.raylet_socket_name, "gcs_server": node.session_name}
     found = {}
     for process in psutil.process_iter(["name", "cmdline"]):
         name, words = process.info["name"], process.info["cmdline"] or ()
-        if name in RAY_PROCESSES and any(session in word for word in words):
+        if name in RAY_PROCESSES and any(marks[name] in word for word in words):
             found[f"Ray's {RAY_PROCESSES[name]}"] = process
     return found
 
@@ -70,10 +72,8 @@ def death_of_worker(text: str, who: str, log: str) -> str:
     without its guesses; `log` begins the names of its logs.
     """
     pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
-    files = sorted(
-        Path(log).parent.glob(f"{Path(log).name}*.log"), key=lambda file: file.stat().st_mtime
-    )
-    said = files[-1].read_text(errors="replace") if files else ""
+    file = latest_log(log)
+    said = file.read_text(errors="replace") if file else ""
     crash = re.search(r"^Fatal Python error: (.+?)$", said, re.MULTILINE)
     code = re.search(r"exit code (\d+)", text)
     if crash:
@@ -87,11 +87,19 @@ def death_of_worker(text: str, who: str, log: str) -> str:
     else:
         return f"{who} died: {text.splitlines()[-1].strip()}"
     own = f"pid {pid[1]} {how}" if pid else how
-    return f"{who} died: {own}{last_lines(files[-1]) if files else ''}"
+    return f"{who} died: {own}{last_lines(file)}"
 
 
-def last_lines(path: Path) -> str:
+def latest_log(log: str) -> Path | None:
+    """Return the log that was written to last of those whose names begin so."""
+    found = Path(log).parent.glob(f"{Path(log).name}.*log")
+    return max(found, key=lambda file: file.stat().st_mtime, default=None)
+
+
+def last_lines(path: Path | None) -> str:
     """Return the end of a log as the end of a sentence; empty without any."""
+    if path is None:
+        return ""
     try:
         lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
     except OSError:

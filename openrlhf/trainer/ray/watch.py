@@ -15,7 +15,14 @@ from typing import Any, ClassVar
 import ray
 
 from openrlhf.errors import EngineError, LostEngineError
-from openrlhf.trainer.ray.deaths import death_of_ray, death_of_worker, is_dead, is_stopped
+from openrlhf.trainer.ray.deaths import (
+    death_of_ray,
+    death_of_worker,
+    is_dead,
+    is_stopped,
+    last_lines,
+    latest_log,
+)
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP, RayActorGroup
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils import stopping
@@ -44,6 +51,7 @@ class Watched:
     bar: ExitStack = field(default_factory=ExitStack)
     show: Advance | None = None  # moves the bar of the present work
     drawn: str | None = None  # the work it is for
+    log: str = ""  # begins the names of its logs
     what_follows: ClassVar[str] = "the run ends"
 
     def hear(self, health: Health | None, seconds: float) -> None:
@@ -129,7 +137,7 @@ class WatchedEngine(WatchedActor):
 
     def __init__(self, engine: RayEngine, deadline_s: float) -> None:
         super().__init__(f"engine {engine.who}", engine.handle, deadline_s, "--engine_timeout_s")
-        self.engine = engine
+        self.engine, self.log = engine, engine.log
 
     def present(self) -> tuple[Any, str]:
         engine = self.engine
@@ -153,7 +161,7 @@ class WatchedRank(WatchedActor):
     def __init__(self, group: RayActorGroup, rank: int, deadline_s: float) -> None:
         handle, flag = group.handles[rank], "--rank_timeout_s"
         super().__init__(group.who(rank), handle, deadline_s, flag, has_bar=rank == 0)
-        self.group, self.rank = group, rank
+        self.group, self.rank, self.log = group, rank, f"{group.logs}{rank}"
 
     def present(self) -> tuple[Any, str]:
         group, rank = self.group, self.rank
@@ -250,4 +258,6 @@ class Watch:
         silent = [watched for watched in mute if watched.quiet.seconds > 2 * ASK_EVERY_S]
         culprit = overdue if not overdue.is_responding else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
-        self.failure = culprit.end(EngineError(f"{culprit.describe()}, and was ended ({limit})"))
+        said = last_lines(latest_log(culprit.log)) if culprit.log else ""
+        why = f"{culprit.describe()}, and was ended ({limit}){said}"
+        self.failure = culprit.end(EngineError(why))
