@@ -64,8 +64,8 @@ def ray_cluster(
             )
         for group in groups.values():
             at_the_end(group.kill)
-        recovery = EngineRecovery(engines, restarts)
-        at_the_end(recovery.close)
+        for engine in engines:
+            at_the_end(engine.kill)
         with progress("starting workers", len(groups) + len(engines)) as advance:
             for group in groups.values():
                 group.join()
@@ -73,6 +73,8 @@ def ray_cluster(
             for engine in engines:
                 engine.ready()
                 advance()
+        recovery = EngineRecovery(engines, restarts)
+        at_the_end(recovery.close)
         stack.enter_context(Watch(_watched(config, session, groups.values(), engines)))
         yield Cluster(demands, view, dtype, groups, engines, recovery)
 

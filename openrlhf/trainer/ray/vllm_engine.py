@@ -60,8 +60,6 @@ class RayEngine:
     num_starts: int = 0
     # Return a new actor, given how many there were.
     make: Callable[[int], Any] | None = field(default=None, compare=False)
-    # Wait until a new actor has a node.
-    await_node: Callable[[Any], None] | None = field(default=None, compare=False)
     handle: Any = field(default=None, compare=False)
     node: str = field(default="", compare=False)  # address of its node; empty until it is up
     is_lost: bool = field(default=False, compare=False)
@@ -72,7 +70,7 @@ class RayEngine:
     _failure: BaseException | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"make": None, "await_node": None, "on_lost": None}
+        return vars(self) | {"make": None, "on_lost": None}
 
     @property
     def who(self) -> str:
@@ -100,8 +98,6 @@ class RayEngine:
         """Start another actor in place of this one, and wait until it is up."""
         self.kill()
         self.start()
-        if self.await_node is not None:
-            self.await_node(self.handle)
         self.ready()
 
     def kill(self) -> None:
@@ -169,13 +165,13 @@ def create_vllm_engines(
         name, options = f"vllm-{index}", slot | {"max_concurrency": MAX_CONCURRENT_CALLS}
 
         def make(num_starts: int) -> Any:
-            seed = settings["seed"] + index + len(slots) * num_starts
-            return start_actor(LLMRayActor, (dict(settings, seed=seed), name, run_dir), options)
+            own = dict(settings, seed=settings["seed"] + index + len(slots) * num_starts)
+            handle = start_actor(LLMRayActor, (own, name, run_dir), options)
+            if num_starts > 0:
+                wait_for_node(handle, slot, name, node_wait_s)
+            return handle
 
-        def await_node(handle: Any) -> None:
-            wait_for_node(handle, slot, name, node_wait_s)
-
-        return RayEngine(name, f"{run_dir}/logs/{name}", make=make, await_node=await_node)
+        return RayEngine(name, f"{run_dir}/logs/{name}", make=make)
 
     engines = [engine_of(index, slot) for index, slot in enumerate(slots)]
     for engine in engines:

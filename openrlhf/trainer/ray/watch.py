@@ -117,6 +117,8 @@ class WatchedRay(Watched):
 class WatchedActor(Watched):
     """A process in whose place another one is started."""
 
+    what_follows = "it is ended"
+
     def present(self) -> tuple[Any, str]:
         """Return the actor that there is now, None while one is started, and who it is."""
         raise NotImplementedError
@@ -132,8 +134,6 @@ class WatchedActor(Watched):
 
 class WatchedEngine(WatchedActor):
     """An engine."""
-
-    what_follows = "it is ended"
 
     def __init__(self, engine: RayEngine, deadline_s: float) -> None:
         super().__init__(f"engine {engine.who}", engine.handle, deadline_s, "--engine_timeout_s")
@@ -155,8 +155,6 @@ class WatchedEngine(WatchedActor):
 
 class WatchedRank(WatchedActor):
     """A rank, whose group is started again by whoever waits for it."""
-
-    what_follows = "it is ended"
 
     def __init__(self, group: RayActorGroup, rank: int, deadline_s: float) -> None:
         handle, flag = group.handles[rank], "--rank_timeout_s"
