@@ -15,7 +15,6 @@ import pytest
 from openrlhf.cli.main import COMMANDS
 from openrlhf.config.cli import WITHOUT_EFFECT, Reading, parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ConfigError
 from openrlhf.utils.user_code import split_name
 from tests.helpers.configs import CONFIGS
 from tests.helpers.documents import DOCUMENTS, FENCE, Block, blocks, commands, named
@@ -148,15 +147,6 @@ def test_names_of_the_architecture_exist() -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "openrlhf").rglob("*.py"))
     names = re.findall(r"`(\w+)`", FENCE.sub("", (ROOT / "docs/architecture.md").read_text()))
     assert set(names) <= set(re.findall(r"\w+", source))
-
-
-def test_the_readme_lists_what_is_refused_as_not_yet_implemented() -> None:
-    quote = " ".join(re.findall(r"^> (.+)$", README, re.MULTILINE))
-    needs = "--pretrain m --prompt_data d --remote_rm_url r.py --max_images_per_prompt 1"
-    with pytest.raises(ConfigError) as caught:
-        parse_config(PPOConfig, needs.split())
-    [problem] = caught.value.problems
-    assert f"({quote})" in problem
 
 
 def test_the_readme_lists_the_commands() -> None:

@@ -22,9 +22,16 @@ from openrlhf.datasets.chat import (
     wish_template,
     wrap_input,
 )
+from openrlhf.datasets.template_fields import PICTURE
 from openrlhf.errors import ConfigError
-from openrlhf.models.loading import default_device_type, load_causal_lm, load_config
+from openrlhf.models.loading import (
+    default_device_type,
+    image_processor_of,
+    load_causal_lm,
+    load_config,
+)
 from openrlhf.models.support import check_here, num_positions
+from openrlhf.utils.images import Picture, PictureError, read_picture
 from openrlhf.utils.tokenizer import (
     TextEncoder,
     chat_template_of,
@@ -34,6 +41,7 @@ from openrlhf.utils.tokenizer import (
     unused_sampling,
 )
 
+ADD_IMAGE = "/image "
 HELP = "Type /reset to start anew, exit to leave; Ctrl-C stops an answer, then the chat.\n"
 LEAVING = {"exit", "quit", "/exit", "/quit"}
 PROMPT = "> "
@@ -72,6 +80,11 @@ class Chat:
         else:
             has_placeholder(data.input_template)
         self.turns: list[tuple[str, str]] = []  # what was typed, and the response
+        self.images: list[Picture] = []  # of all turns; what was typed has a PICTURE for each
+        self.added: list[Picture] = []  # those of the next line
+        self.processor = image_processor_of(config, path, model_config)
+        for file in filter(None, (config.image or "").split(",")):
+            self.add_image(file)
         self._start = ""
         if data.ta_prompt is not None:
             self._start = Path(data.ta_prompt).expanduser().read_text(errors="replace").strip()
@@ -87,13 +100,35 @@ class Chat:
             while (line := input(PROMPT).strip()) not in LEAVING:
                 if line == "/reset":
                     self.turns.clear()
+                    self.images.clear()
                     say("The conversation starts anew.\n")
+                elif line.startswith(ADD_IMAGE):
+                    self._add(line.removeprefix(ADD_IMAGE).strip())
                 elif line:
-                    self._respond(line)
+                    self._respond(PICTURE * len(self.added) + line)
         except EOFError:
             say("\n")
         except KeyboardInterrupt:
             say("\nGoodbye.\n")
+
+    def add_image(self, file: str) -> None:
+        """Put a picture before the next line; raise ConfigError for one that cannot be read."""
+        if self.processor is None or not self.config.data.apply_chat_template:
+            raise ConfigError(
+                f"--image {file}: only a model that reads images, with --apply_chat_template, "
+                "can be shown one. Type both, or leave --image out."
+            )
+        try:
+            self.added.append(read_picture(Path(file).expanduser()))
+        except PictureError as error:
+            raise ConfigError(f"--image {file}: {error}.") from error
+
+    def _add(self, file: str) -> None:
+        try:
+            self.add_image(file)
+            say("[the image goes with the next line]\n")
+        except ConfigError as error:
+            say(f"{error}\n")
 
     def prompt_for(self, line: str) -> list[int]:
         """Return the prompt of a line; old turns are dropped for it to fit.
@@ -108,7 +143,8 @@ class Chat:
                     f"The line makes {len(ids)} tokens, and --max_len {self.max_len} leaves room "
                     f"for {limit}. Type a shorter one."
                 )
-            self.turns.pop(0)
+            typed, _ = self.turns.pop(0)
+            del self.images[: typed.count(PICTURE)]
         if num_dropped := num_turns - len(self.turns):
             say(f"[turns that no longer fit and left the conversation: {num_dropped}]\n")
         return ids
@@ -131,7 +167,25 @@ class Chat:
             text += fill_template(data.input_template, hide(line))
         if self.config.csft.enable:
             text = wrap_input(text, wish_template(self.config.csft.prompt))
-        return self._encoder.encode_prompt(text)
+        ids = self._encoder.encode_prompt(text)
+        return ids if self.processor is None else self.processor.expand(ids, self._seen)
+
+    @property
+    def _seen(self) -> list[Picture]:
+        """Return the pictures of the conversation and of the next line."""
+        return [*self.images, *self.added]
+
+    def _pixels(self, prompt: torch.Tensor) -> dict[str, Any]:
+        """Return the inputs of the model for pictures in a prompt, (1, T)."""
+        if self.processor is None:
+            return {}
+        inputs: dict[str, Any] = {"suppress_tokens": [*self.processor.banned_token_ids]}
+        if self._seen:
+            images = self.processor.pixels(self._seen).to(prompt.device)
+            is_image = (prompt == self.processor.image_token_id).int()
+            inputs |= {"pixel_values": images.pixels, "image_grid_thw": images.grid}
+            inputs["mm_token_type_ids"] = is_image
+        return inputs
 
     def _respond(self, line: str) -> None:
         try:
@@ -155,6 +209,7 @@ class Chat:
                 stop_strings=list(rollout.stop) if rollout.stop else None,
                 tokenizer=self.tokenizer,
                 pad_token_id=self.tokenizer.pad_token_id,
+                **self._pixels(prompt),
                 **chance,
             )
             if found.size(1) >= self.max_len:
@@ -163,6 +218,7 @@ class Chat:
             say(" [stopped]")
         say("\n")
         self.turns.append((line, stream.text))
+        self.images, self.added = self._seen, []
 
 
 def run_interactive_chat(config: ChatConfig) -> None:

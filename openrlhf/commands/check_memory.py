@@ -110,7 +110,8 @@ def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cu
 
 def model_size_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> ModelSize:
     """Return the model_size that DeepSpeed's configuration depends on."""
-    return ModelSize(shape.dtype, shape.num_parameters, model.num_ranks // ds.tensor_parallel_size)
+    num_copies = max(model.num_ranks // ds.tensor_parallel_size, 1)  # too few ranks are refused
+    return ModelSize(shape.dtype, shape.num_parameters, num_copies)
 
 
 def share_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> Share:

@@ -48,7 +48,11 @@ def say_rows(samples: TokenizedDataset, tokenizer: Tokenizer) -> None:
             part = f", sequence {number} of {len(sequences)}" if len(sequences) > 1 else ""
             learnt = f", {int(targets.sum())} learnt" if targets.any() else ""
             notice(f"\n{samples.place(index)}{part}: {len(ids)} tokens{learnt}")
-            console.print(shown(ids.tolist(), targets.tolist(), tokenizer, is_coloured=is_coloured))
+            for line in samples.picture_notes(index):
+                notice(line)
+            is_run = samples.is_placeholder(ids) & samples.is_placeholder(ids.roll(1))
+            ids, targets = ids[~is_run].tolist(), targets[~is_run].tolist()  # one for each picture
+            console.print(shown(ids, targets, tokenizer, is_coloured=is_coloured))
     if samples.leaves_template_out:
         notice(
             "note: the model has a chat template, and these texts are not put into it; "
@@ -147,7 +151,12 @@ async def _try_agent(config: GenerationRunConfig, inputs: RunInputs, gathered: G
     label; note what is wrong with the agent.
     """
     engine, sampling = _Given([]), replace(inputs.sampling, num_samples=1)
-    setup = agent_setup(config, inputs.tokenizer, vocab_size=inputs.vocab_size)
+    setup = agent_setup(
+        config,
+        inputs.tokenizer,
+        vocab_size=inputs.vocab_size,
+        image_processor=inputs.image_processor,
+    )
     limit_s = min(setup.episode_timeout_s, EPISODE_S)
     setup = replace(setup, episode_timeout_s=limit_s)
     agents = AgentEpisodes(setup, [engine], FailurePolicy(step_size=1))

@@ -45,7 +45,7 @@ from openrlhf.utils.console import notice
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.metrics import Values
 from openrlhf.utils.progress import progress
-from openrlhf.utils.rollout_files import rollout_row, write_rollouts
+from openrlhf.utils.rollout_files import images_of, rollout_row, write_rollouts
 from openrlhf.utils.run_folder import BAD_ROWS_FILE, CONFIG_FILE, LOGS, METRICS_FILE, REPORT_FILE
 from openrlhf.utils.samples import show_samples
 from openrlhf.utils.tracker import Tracker
@@ -150,8 +150,15 @@ def _evaluate(name: str, config: EvaluateConfig, inputs: RunInputs) -> Evaluatio
     policy.check_dropped(list(failed.values()), of="the evaluation")
     say_dropped(failed, inputs.prompts)
     rollouts = samples.rollouts
-    rows, texts = [rollout_row(rollout) for rollout in rollouts], inputs.token_texts
-    file = write_rollouts(inputs.run_dir, 0, rows, num_kept=1, kind="eval_step", token_texts=texts)
+    file = write_rollouts(
+        inputs.run_dir,
+        0,
+        [rollout_row(rollout, inputs.image_processor) for rollout in rollouts],
+        num_kept=1,
+        kind="eval_step",
+        token_texts=inputs.token_texts,
+        images=images_of(rollouts),
+    )
     show_samples(name, rollouts, config.logger.print_samples, file=file)
     if any(rollout.task_score not in (0, 1) for rollout in rollouts):
         notice(f"{name}: scores are not only 0 and 1: pass@k is the mean of the best of k of them")

@@ -45,6 +45,7 @@ from openrlhf.engines.vllm_engine import VLLMEngine, check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered, RewardError
 from openrlhf.models.loading import (
     check_value_model,
+    image_processor_of,
     load_causal_lm,
     load_config,
     load_sequence_model,
@@ -59,6 +60,7 @@ from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.console import notice, say_notices
 from openrlhf.utils.framework_logs import VLLM_LOGGING, redirect_framework_logs
 from openrlhf.utils.gpus import check_gpus
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.rollout import Rollout
@@ -132,10 +134,12 @@ class BatchTask:
         path = config.model.model_name_or_path
         assert path is not None, "a model is needed"
         self.config, self.model_path = config, path
+        self.image_processor: ImageProcessor | None = None
         gathered, model_config, tokenizer = Gathered(), None, None
         with gathered:
             model_config = load_config(path, trust_remote_code=config.trust_remote_code)
             check_model(config, path, model_config)
+            self.image_processor = image_processor_of(config, path, model_config)
         with gathered:
             tokenizer = tokenizer_of(config, path)
         data_set = inference_data(config)
@@ -165,7 +169,7 @@ class BatchTask:
             return
         if csft.enable:
             form = replace(form, around=wish_template(csft.prompt))
-        self.samples = PromptDataset(self.rows, self.tokenizer, form)
+        self.samples = PromptDataset(self.rows, self.tokenizer, form, self.image_processor)
 
     @property
     def items(self) -> range:
@@ -196,6 +200,8 @@ class BatchTask:
     def generated_rows(self, item: int, group: Sequence[Rollout]) -> list[Row]:
         """Return the rows of a prompt, one for each of its samples."""
         asked = asked_columns(self.samples.asked(item))
+        if pictures := self.samples.images(item):
+            asked["images"] = [base64.b64encode(each.data).decode() for each in pictures]
         return [
             {**asked, "output": sample.plain_response, "finish_reason": sample.finish_reason}
             for sample in group
@@ -256,7 +262,10 @@ def generated(
         model = load_causal_lm(task.model_path, config)
         num_rows = config.micro_batch_size
         own = OwnGenerate(
-            model.to(strategy.device).eval(), max_num_rows=num_rows, tokenizer=task.tokenizer
+            model.to(strategy.device).eval(),
+            max_num_rows=num_rows,
+            tokenizer=task.tokenizer,
+            processor=task.image_processor,
         )
         num_prompts = max(num_rows * BATCHES_IN_CHUNK // config.rollout.best_of_n, 1)
         yield from drained(task, task.longest_first(mine, num_prompts), BatchSampler(own.generate))
@@ -316,7 +325,8 @@ def vllm_engine(task: BatchTask) -> VLLMEngine:
             "max_num_seqs": config.vllm.max_num_seqs,
             "seed": config.seed,
             "trust_remote_code": config.trust_remote_code,
-        }
+        },
+        task.image_processor,
     )
 
 

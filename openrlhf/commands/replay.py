@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,10 @@ from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.console import notice, warn
 from openrlhf.utils.framework_logs import redirect_framework_logs
+from openrlhf.utils.images import read_picture
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.run_folder import CONFIG_FILE, DUMPS
+from openrlhf.utils.run_folder import CONFIG_FILE, DUMPS, IMAGES
 from openrlhf.utils.samples import printable
 from openrlhf.utils.snapshots import with_snapshots
 from openrlhf.utils.tokenizer import TokenTexts, tokenizer_of
@@ -97,6 +98,9 @@ def read_step(run_dir: Path, step: int) -> DumpedStep:
         )
     told = read_json(folders[step] / FACTS)
     saved = torch.load(folders[step] / SAMPLES, weights_only=True)
+    read = cache(lambda sha256: read_picture(folders[step] / IMAGES / f"{sha256}.png"))
+    for own in saved["samples"]:
+        own["images"] = tuple(map(read, own.get("images", ())))
     return DumpedStep(
         folders[step],
         StepInputs(**told["facts"]),

@@ -21,7 +21,13 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered
-from openrlhf.models.loading import check_value_model, load_config, read_configs
+from openrlhf.models.loading import (
+    check_value_model,
+    image_processor_of,
+    load_config,
+    read_configs,
+    refuse_pictures,
+)
 from openrlhf.models.support import check_engine_split, num_positions
 from openrlhf.models.value_head import reward_mean_and_std
 from openrlhf.rewards.base import TRUNCATED_COLUMN, RewardSource
@@ -33,6 +39,7 @@ from openrlhf.trainer.ppo_inputs import RunInputs
 from openrlhf.trainer.ppo_utils.update_plan import num_updates_per_rollout
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.console import say_notices
+from openrlhf.utils.images import is_vision
 from openrlhf.utils.own_functions import ESTIMATOR, POLICY_LOSS, check_function
 from openrlhf.utils.run_folder import LOGS
 from openrlhf.utils.tokenizer import (
@@ -124,11 +131,14 @@ def read_inputs(
     with gathered:
         tokenizer = tokenizer_of(config, config.policy_path)
         check_tokens(config, tokenizer)
+    image_processor = None
+    with gathered:
+        image_processor = image_processor_of(config, config.policy_path, policy)
     made: dict[str, Any] = {}
     for data_set in data_sets:
         rows = data_set.read(gathered)
         if rows is not None and tokenizer is not None:
-            made[data_set.about] = data_set.tokenise(gathered, rows, tokenizer)
+            made[data_set.about] = data_set.tokenise(gathered, rows, tokenizer, image_processor)
     texts, prompts = made.get(PRETRAIN), made.get(TRAINING)
     if texts is not None and policy is not None:
         size, positions = policy.get_text_config().vocab_size, num_positions(policy)
@@ -147,6 +157,7 @@ def read_inputs(
         sampling=sampling,
         eval_sampling=sampling,
         vocab_size=policy.get_text_config().vocab_size,
+        image_processor=image_processor,
     )
 
 
@@ -295,6 +306,9 @@ def check_models(
         with gathered:
             size = found[path].get_text_config().vocab_size
             check_stop_ids(config.rollout.stop_token_ids, size)
+    if path in found and is_vision(found[path]):
+        with gathered:
+            _check_reads_pictures(config, found[path], has_engines=has_engines)
     if path in found and has_engines:
         with gathered:
             refuse_adapter(path, "--pretrain")
@@ -304,6 +318,19 @@ def check_models(
             with gathered:
                 check_head_size(found[path], path, instead=INSTEAD_OF_VLLM)
     return found.get(path)
+
+
+def _check_reads_pictures(
+    config: GenerationRunConfig, policy: "PretrainedConfig", *, has_engines: bool
+) -> None:
+    """Refuse what a policy that reads pictures cannot be trained with."""
+    if config.critic_source is not None or config.reward.model_paths:
+        refuse_pictures(policy, config.policy_path)
+    if has_engines and not find_spec("torchvision"):
+        raise ConfigError(
+            f"vLLM reads the images of {config.policy_path} through torchvision, which is not "
+            f"installed. Install it, or type {INSTEAD_OF_VLLM}."
+        )
 
 
 def check_tokens(config: GenerationRunConfig, tokenizer: Tokenizer) -> None:

@@ -296,7 +296,12 @@ def rollouts_of(
         BatchSampler(partial(groups["actor"].divide, PolicyModelActor.generate))
     ]
     if config.train.agent_func_path:
-        setup = agent_setup(config, inputs.tokenizer, vocab_size=inputs.vocab_size)
+        setup = agent_setup(
+            config,
+            inputs.tokenizer,
+            vocab_size=inputs.vocab_size,
+            image_processor=inputs.image_processor,
+        )
         return agent_rollouts(setup, samplers, policy)
     if inputs.reward_source is not None:
         batch_size, num_steps = config.rollout.micro_batch_size, len(inputs.updates)

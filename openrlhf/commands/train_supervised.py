@@ -41,8 +41,8 @@ from openrlhf.distributed.hub import open_repository, push
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.weights import hf_model_of
-from openrlhf.errors import Gathered
-from openrlhf.models.loading import read_configs, say_padded
+from openrlhf.errors import ConfigError, Gathered
+from openrlhf.models.loading import image_processor_of, read_configs, say_padded
 from openrlhf.models.support import check_here, num_positions
 from openrlhf.report.report import reporting
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, num_updates
@@ -163,6 +163,14 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
     tokenizer = None
     with gathered:
         tokenizer = tokenizer_of(config, model_path)
+    image_processor = None
+    with gathered:
+        image_processor = image_processor_of(config, model_path, configs.get(model_path))
+        if image_processor is not None and not recipe.reads_pictures:
+            raise ConfigError(
+                f"train_{recipe.name} reads texts alone, and {model_path} reads images. Take a "
+                "model of texts, or train_sft, train_dpo or train_ppo_ray."
+            )
     data_sets = supervised_data(config, recipe.data_set, **recipe.row_format(config))
     found = [(data_set, data_set.read(gathered)) for data_set in data_sets]
     if tokenizer is None:  # nothing more can be known
@@ -174,7 +182,9 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
         recipe.judge(config)
     made = []
     for data_set, rows in found:
-        samples = None if rows is None else data_set.tokenise(gathered, rows, tokenizer)
+        samples = (
+            None if rows is None else data_set.tokenise(gathered, rows, tokenizer, image_processor)
+        )
         for path, model_config in configs.items() if samples is not None else ():
             with gathered.about(data_set.about):
                 samples.check_fits(
@@ -184,7 +194,8 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
                 )
         made.append(samples)
     gathered.raise_if_any()
-    return Inputs(model_path, tokenizer, *made)
+    samples, *eval_samples = made
+    return Inputs(model_path, tokenizer, samples, *eval_samples, image_processor=image_processor)
 
 
 def say_inputs(recipe: Recipe, config: ConfigT, inputs: Inputs) -> None:

@@ -67,7 +67,6 @@ class Option:
     opens: str | None = None  # which kind of file, folder or hub id the value names: of REMEDIES
     forms: str | None = None  # what fits its pattern, for who types another text
     needed: str | None = None  # what it is called where it is missing; it has no default
-    not_built: str | None = None  # the feature it belongs to, which is still to be written
     known_as: Mapping[str, str] = field(default_factory=dict)  # wrong word -> value meant by it
     splits: bool = True  # of a tuple: commas separate values too
     # When a run goes on from a checkpoint that was written with another value: refuse it, or keep
@@ -268,9 +267,6 @@ class CommandConfig(Base):
     def problems(self) -> Iterator[str]:
         """Yield one line for everything that is missing or contradicts something else."""
         yield from self.missing()
-        for leaf in walk(type(self)):
-            if leaf.not_built and value_at(self, leaf.path) != leaf.default:
-                yield f"not yet implemented: {leaf.flag} ({leaf.not_built}). Leave it out."
 
     def notices(self) -> Iterator[str]:
         """Yield one line for everything a user should know before the run starts."""

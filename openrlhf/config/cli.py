@@ -42,7 +42,7 @@ Setting: TypeAlias = tuple[str, str, list[str]]  # name with `_` for `-`, as typ
 # Flags of old commands that nothing reads, by the last part of their names: every command takes
 # them, and says so.
 WITHOUT_EFFECT = (
-    *("actor_init_on_gpu", "perf", "train_split", "disable_fast_tokenizer", "image_key"),
+    *("actor_init_on_gpu", "perf", "train_split", "disable_fast_tokenizer"),
     *("dataloader_num_workers", "compute_fp32_loss", "compute_fp32_loss_enable"),
     *("ns_steps", "nesterov", "no_nesterov"),
 )

@@ -129,6 +129,9 @@ class ModelConfig(TrainedModelConfig):
         at_resume="refused",
     )
     aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of experts.", ge=0)
+    freeze_visual_encoder: bool = switch(
+        "Train the language model of a vision-language model only.", at_resume="refused"
+    )
 
     def problems(self) -> Iterator[str]:
         """Yield a line if the load-balancing loss of experts would have no gradient."""
@@ -387,6 +390,16 @@ class TextDataConfig(Base):
     )
     overlong_prompts: Literal["filter", "truncate_left", "error"] = option(
         "filter", "Prompts over --prompt_max_len: counted and left out, cut, or refused."
+    )
+    image_key: str | None = option(None, "Column of images; unset: `images` or `image`.")
+    max_images_per_prompt: int | None = option(
+        None, "Most images of a row; 0: none are read; unset: as many as it has.", ge=0
+    )
+    image_min_pixels: int | None = option(
+        None, "Smaller images are scaled up to it; unset: as the model's folder says.", gt=0
+    )
+    image_max_pixels: int | None = option(
+        None, "Larger images are scaled down to it; unset: as the model's folder says.", gt=0
     )
     allow_special_tokens: bool = switch(
         "Control tokens in plain-text columns are read as such; false: as text.", default=True

@@ -105,8 +105,7 @@ def _add(group: Any, leaf: Option, flag: str, more: str, kinds: Iterable[Any]) -
     is_switch = leaf.field.annotation is bool
     values = "|".join(map(_kind, kinds))
     shown: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": values}
-    mark = f"[not built yet: {leaf.not_built}] " if leaf.not_built else ""
-    text = f"{mark}{leaf.field.description}{more}"
+    text = f"{leaf.field.description}{more}"
     group.add_argument(flag, help=text.replace("%", "%%"), **shown)
 
 
@@ -115,8 +114,7 @@ def _default_text(leaf: Option) -> str:
 
 
 def _is_about(leaf: Option, words: Sequence[str]) -> bool:
-    names, mark = " ".join(dict(leaf.names)), leaf.not_built or ""
-    text = f"{names} {leaf.field.description} {mark}".lower().replace("-", "_")
+    text = f"{' '.join(dict(leaf.names))} {leaf.field.description}".lower().replace("-", "_")
     return all(word.lower().lstrip("-").replace("-", "_") in text for word in words)
 
 

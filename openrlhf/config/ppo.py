@@ -71,9 +71,6 @@ class ActorConfig(OptimizerConfig, ModelConfig, PlacementConfig):
         None, "Unset: entropy is not computed; 0: logged; above: bonus.", "entropy_loss_coef", ge=0
     )
     ptx_coef: float = option(0.05, "Weight of the language loss on --pretrain_data.", ge=0)
-    freeze_visual_encoder: bool = switch(
-        "Train language parameters only.", not_built="vision-language models"
-    )
 
 
 class CriticConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
@@ -313,9 +310,6 @@ class PPODataConfig(PromptDataConfig):
     pretrain_probs: str | None = option(None, "Mixing of --pretrain_data.", "pretrain_data_probs")
     pretrain_split: str = option("train", "Split of --pretrain_data.")
     pretrain_key: str = option("text", "Column of the text in --pretrain_data.")
-    max_images_per_prompt: int = option(
-        0, "Images of a prompt.", ge=0, not_built="vision-language models"
-    )
 
 
 class PPOLoggerConfig(LoggerConfig, SampleLoggerConfig):

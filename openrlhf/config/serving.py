@@ -18,7 +18,7 @@ from openrlhf.config.common import (
     TokenChoiceConfig,
     clashes,
 )
-from openrlhf.config.supervised import ANSWERED, DatasetConfig
+from openrlhf.config.supervised import ANSWERED, IMAGES, DatasetConfig
 
 MIB = 1 << 20
 # Leaves of `ds.*` of commands that do not train.
@@ -108,7 +108,7 @@ class BatchInferenceConfig(CommandConfig):
     shows: ClassVar = {
         "ds": (*WEIGHTS, "value_head_prefix", "zero_stage"),
         "model": ("model_name_or_path",),
-        "data": (*ANSWERED, "prompt_max_len", "overlong_prompts"),
+        "data": (*ANSWERED, *IMAGES, "prompt_max_len", "overlong_prompts"),
     }
 
     local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
@@ -176,7 +176,7 @@ class ChatConfig(CommandConfig):
         "model": ("model_name_or_path",),
         "data": (
             *("apply_chat_template", "tokenizer_chat_template", "chat_template_kwargs"),
-            *("input_template", "max_len", "ta_prompt"),
+            *("input_template", "max_len", "ta_prompt", "image_min_pixels", "image_max_pixels"),
         ),
         "rollout": (
             *("greedy_sampling", "top_p", "temperature", "top_k", "min_p", "repetition_penalty"),
@@ -185,6 +185,9 @@ class ChatConfig(CommandConfig):
         "ds": WEIGHTS,
     }
 
+    image: str | None = option(
+        None, "Images of the first line: files, with commas between; /image FILE adds others."
+    )
     model: ModelConfig = ModelConfig()
     data: DatasetConfig = DatasetConfig(max_len=4096)
     rollout: SamplingConfig = SamplingConfig(top_p=0.9, temperature=0.2, repetition_penalty=1.2)

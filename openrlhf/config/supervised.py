@@ -79,6 +79,7 @@ ROWS = (
     *("allow_special_tokens", "dataset", "dataset_probs", "dataset_split", "max_len"),
     *("max_samples", "overlong_rows"),
 )
+IMAGES = ("image_key", "max_images_per_prompt", "image_min_pixels", "image_max_pixels")
 ANSWERED = (*ROWS, "apply_chat_template", "input_template", "input_key", "output_key")
 PAIRS = (*ROWS, "apply_chat_template", "input_template", "prompt_key", "chosen_key", "rejected_key")
 HELD_OUT = ("dataset", "split", "steps", "early_stop")  # of `eval.*`
@@ -119,7 +120,7 @@ class SupervisedConfig(TrainingRunConfig, OptimizerConfig):
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning and continued pre-training (train_sft)."""
 
-    shows: ClassVar = {"eval": HELD_OUT, "data": (*ANSWERED, "multiturn")}
+    shows: ClassVar = {"eval": HELD_OUT, "data": (*ANSWERED, *IMAGES, "multiturn")}
     essentials: ClassVar = (
         *FIRST,
         *ANSWER_COLUMNS,
@@ -209,7 +210,7 @@ class RefConfig(Base):
 class DPOConfig(SupervisedConfig):
     """Direct preference optimisation and its relatives (train_dpo)."""
 
-    shows: ClassVar = {"eval": HELD_OUT, "data": PAIRS}
+    shows: ClassVar = {"eval": HELD_OUT, "data": (*PAIRS, *IMAGES)}
     essentials: ClassVar = (*FIRST, *SIDE_COLUMNS, "model.loss_type", "model.beta", *LAST)
     example: ClassVar = (
         f"{START} --dataset pairs.jsonl --prompt_key prompt --apply_chat_template --beta 0.1"

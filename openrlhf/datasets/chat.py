@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+from openrlhf.datasets.pictures import is_place
 from openrlhf.datasets.template_fields import (
+    PICTURE,
     REASONING,
     TURN_WEIGHTS,
     Message,
@@ -81,11 +83,15 @@ class Rendered:
 
 
 def to_messages(
-    value: object, *, text_role: str = "user", unread: set[str] | None = None
+    value: object,
+    *,
+    text_role: str = "user",
+    unread: set[str] | None = None,
+    reads_pictures: bool = False,
 ) -> list[Message]:
     """Return messages with the roles of ROLES, from text (one message) or a list with role/content
-    or from/value: parts of text joined, arguments of calls as objects. `unread` gets the names of
-    what is left out.
+    or from/value: parts of text joined, with PICTURE for a picture where they are read, arguments
+    of calls as objects. `unread` gets the names of what is left out.
     """
     if isinstance(value, str):
         return [{"role": text_role, "content": value}]
@@ -99,7 +105,7 @@ def to_messages(
         raise RowError(f"{type(value).__name__} instead of text or a message list")
     if not value:
         raise RowError("an empty message list")
-    return [_to_message(item, unread) for item in value]
+    return [_to_message(item, unread, reads_pictures=reads_pictures) for item in value]
 
 
 def spelled_messages(value: object) -> object:
@@ -417,7 +423,7 @@ def _from_json(text: str, name: str) -> Any:
         raise RowError(f"{name} is no JSON: {error}") from error
 
 
-def _to_message(item: object, unread: set[str]) -> Message:
+def _to_message(item: object, unread: set[str], *, reads_pictures: bool = False) -> Message:
     if not isinstance(item, Mapping):
         raise RowError(f"a message is {type(item).__name__}, not an object with role and content")
     name = item.get("role") or item.get("from")  # a table gives every row both, one of them null
@@ -447,6 +453,8 @@ def _to_message(item: object, unread: set[str]) -> Message:
         others["tool_calls"] = _tool_calls(calls, unread)
     if content is None and not others:
         raise RowError(f"a {role} message without content")
+    if reads_pictures and isinstance(content, (list, tuple)):
+        content = [PICTURE if is_place(part) else part for part in content]
     return {"role": role, "content": _content(content, role, unread), **others}
 
 
@@ -466,7 +474,10 @@ def _content(content: object, role: str, unread: set[str]) -> object:
         return _without_nulls(content)
     bad: Any = parts[texts.index(None)] if parts else content
     kind = bad.get("type") if isinstance(bad, Mapping) else type(bad).__name__
-    raise RowError(f"content of type {kind!r} in the {role}'s message; only text is read")
+    raise RowError(
+        f"content of type {kind!r} in the {role}'s message; only text is read, and images where "
+        "the model sees them"
+    )
 
 
 def _text_of(part: object) -> str | None:

@@ -21,6 +21,7 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat, TokenizedDataset
 from openrlhf.errors import Gathered
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.tokenizer import Tokenizer
 
 # What stands before the problems of a data set.
@@ -46,10 +47,16 @@ class DataSet:
             self.kind.find_columns(self.form, rows)
         return rows
 
-    def tokenise(self, gathered: Gathered, rows: Dataset, tokenizer: Tokenizer) -> Any:
+    def tokenise(
+        self,
+        gathered: Gathered,
+        rows: Dataset,
+        tokenizer: Tokenizer,
+        image_processor: ImageProcessor | None = None,
+    ) -> Any:
         """Return the data set of the rows, or None; note problems of rows."""
         with gathered.about(self.about):
-            return self.kind(rows, tokenizer, self.form)
+            return self.kind(rows, tokenizer, self.form, image_processor)
         return None
 
 

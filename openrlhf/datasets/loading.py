@@ -614,6 +614,12 @@ def row_place(rows: Dataset, index: int) -> str:
     return f"{name}: row {number}" if name else f"row {number}"
 
 
+def row_folder(rows: Dataset, index: int) -> Path | None:
+    """Return the folder of the file that a row is from, if it is known."""
+    name, *_ = _origin(rows, index)
+    return Path(name).expanduser().parent if name else None
+
+
 def data_set_of(rows: Dataset, index: int) -> str | None:
     """Return the name of the data set that a row is of, if several were named."""
     return _origin(rows, index)[2]

@@ -21,6 +21,7 @@ from openrlhf.datasets.chat import (
     wrap_input,
 )
 from openrlhf.datasets.loading import data_set_of
+from openrlhf.datasets.template_fields import as_parts
 from openrlhf.datasets.tokenized import (
     DIALOGUE_COLUMNS,
     PROMPT_COLUMNS,
@@ -48,14 +49,16 @@ class PromptDataset(TokenizedDataset):
         [(token_ids, _)], extra = self._example(index)
         stored = self._rows[self.row_ids[index]]
         row, label_key = self._read(stored), self._format.label_key
+        beside = {self._input_key, self._image_key}
         return PromptRecord(
             row_id=self.row_ids[index],
             prompt_text=extra["text"],
             prompt_token_ids=tuple(token_ids.tolist()),
             label=row[label_key] if label_key else "",
             datasource=self._source_of(row, self.row_ids[index]),
-            columns={name: value for name, value in stored.items() if name != self._input_key},
+            columns={name: value for name, value in stored.items() if name not in beside},
             source=self._asked_part(row),
+            images=self.images(index),
         )
 
     def _source_of(self, row: Row, row_id: int) -> str:
@@ -119,7 +122,8 @@ class PromptDataset(TokenizedDataset):
         """Return a prompt as its row has it: text, or messages without a closing answer."""
         if not self._holds_messages(row):
             return row[self._input_key]
-        return without_answer(self._messages(row, self._input_key))
+        messages = without_answer(self._messages(row, self._input_key))
+        return [as_parts(message) for message in messages]
 
     def _cut(self, tokens: list[Tokens], extra: Any, limit: int) -> Tokenised:
         """Return the last tokens of a prompt, behind the BOS it began with."""

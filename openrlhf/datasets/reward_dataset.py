@@ -36,6 +36,7 @@ from openrlhf.datasets.tokenized import (
     value_at,
 )
 from openrlhf.errors import DataError
+from openrlhf.utils.images import Picture
 
 PROMPTS = ("prompt", "instruction", "question")
 
@@ -53,6 +54,7 @@ class PreferencePair:
     rejected_mask: Tensor  # (U,) bool
     margin: float  # 0 without a margin column
     ref_sums: Sequence[float] | None = None  # log-probs of both under a reference, once asked
+    images: tuple[Picture, ...] = ()  # of each side; each has its run of placeholders
 
 
 class PreferenceDataset(TokenizedDataset):
@@ -62,7 +64,11 @@ class PreferenceDataset(TokenizedDataset):
 
     def __getitem__(self, index: int) -> PreferencePair:
         [chosen, rejected], margin = self._example(index)
-        return PreferencePair(*chosen, *rejected, margin)
+        return PreferencePair(*chosen, *rejected, margin, images=self.images(index))
+
+    @property
+    def _image_columns(self) -> list[str]:
+        return [name for name in self._columns if name and name != self._format.rejected_key]
 
     @classmethod
     def find_columns(cls, form: RowFormat, rows: Dataset) -> list[str]:

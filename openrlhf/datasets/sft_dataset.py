@@ -6,7 +6,7 @@ token but the first.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from datasets import Dataset
@@ -34,6 +34,7 @@ from openrlhf.datasets.tokenized import (
     prompt_columns,
 )
 from openrlhf.errors import ConfigError, DataError
+from openrlhf.utils.images import Picture
 
 LIKELY_ANSWERS = ("output", "response", "completion", "answer")  # columns that a remedy names
 Columns = tuple[str, str | None]  # prompt, answer; None: the prompt's column holds the answer too
@@ -48,6 +49,8 @@ class SFTExample:
 
     token_ids: Tensor  # (T,) int64
     loss_mask: Tensor  # (T,) bool, False on the first token (nothing predicts it)
+    # Each has its run of placeholders in the token ids.
+    images: tuple[Picture, ...] = field(default=(), kw_only=True)
 
 
 class SFTDataset(TokenizedDataset):
@@ -59,7 +62,7 @@ class SFTDataset(TokenizedDataset):
 
     def __getitem__(self, index: int) -> SFTExample:
         [tokens], _ = self._example(index)
-        return SFTExample(*tokens)
+        return SFTExample(*tokens, images=self.images(index))
 
     @classmethod
     def find_columns(cls, form: RowFormat, rows: Dataset) -> Columns:

@@ -19,6 +19,7 @@ from openrlhf.utils.tokenizer import TemplateError, Tokenizer, names, render_cha
 Message = dict[str, object]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing; templates read either
+PICTURE = "\ufdd1"  # stands for a picture in the text of a message; no text is meant to hold it
 TURN_WEIGHTS = ("weight", "train", "loss_mask")  # 0: the turn is not learnt
 _THOUGHTS = re.compile(r"(</?think>)")
 
@@ -49,13 +50,30 @@ def fitted(message: Message, writing: Writing) -> Message:
     content = message["content"]
     if not isinstance(content, str):
         content = json.dumps(content, ensure_ascii=False) if writing.has_text_results else content
-    elif writing.has_parts:
-        content = [{"type": "text", "text": content}]
+    elif writing.has_parts or PICTURE in content:
+        content = in_parts(content)
     if thought := next((message[key] for key in REASONING if key in message), None):
         found |= dict.fromkeys(REASONING, thought)
     if writing.has_text_arguments and "tool_calls" in message:
         found["tool_calls"] = [_with_text_arguments(call) for call in _calls_of(message)]
     return {**found, "content": content}
+
+
+def as_parts(message: Message) -> Message:
+    """Return a message with pictures in its text as one with content parts; any other as it is."""
+    content = message["content"]
+    has_pictures = isinstance(content, str) and PICTURE in content
+    return {**message, "content": in_parts(str(content))} if has_pictures else message
+
+
+def in_parts(text: str) -> list[Message]:
+    """Return the content parts of a text with pictures in it."""
+    first, *others = text.split(PICTURE)
+    parts: list[Message] = [{"type": "text", "text": first}] if first or not others else []
+    for each in others:
+        parts.append({"type": "image"})
+        parts += [{"type": "text", "text": each}] if each else []
+    return parts
 
 
 def _calls_of(message: Message) -> list[dict[str, Any]]:
@@ -122,7 +140,11 @@ class _Garden:
         if not isinstance(content, str):
             name = f"{place}: its values"
             return {self.sentinel(name): self.sentinel(name)}
-        pieces = _THOUGHTS.split(content)
+        texts = content.split(PICTURE)
+        return PICTURE.join(self._text(each, place, is_learnt=is_learnt) for each in texts)
+
+    def _text(self, text: str, place: str, *, is_learnt: bool) -> str:
+        pieces = _THOUGHTS.split(text)
         told = "" if is_learnt else "thoughts of earlier turns"
         for k in range(0, len(pieces), 2):
             is_thought = k + 1 < len(pieces)

@@ -12,7 +12,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -42,10 +42,19 @@ from openrlhf.datasets.chat import (
     to_messages,
     without_answer,
 )
-from openrlhf.datasets.loading import ExactJson, cache_error, raise_bad_rows, row_place
+from openrlhf.datasets.loading import (
+    ExactJson,
+    cache_error,
+    raise_bad_rows,
+    row_folder,
+    row_place,
+)
+from openrlhf.datasets.pictures import undecoded, values_in, values_of, with_places
 from openrlhf.errors import ConfigError, DataError
+from openrlhf.utils import images as images_module
 from openrlhf.utils import tokenizer as tokenizer_module
 from openrlhf.utils.console import say_notices
+from openrlhf.utils.images import ImageProcessor, Picture, PictureError, file_of, read_picture
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
 PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text", "instruction")
@@ -60,7 +69,8 @@ Row = Mapping[str, Any]
 # Columns with a meaning of their own, read beside those that flags name: of dialogues, and of rows.
 DIALOGUE_COLUMNS = ("system", "history", "tools", "chat_template_kwargs")
 ROW_COLUMNS = ("id", RENDERED, "finish_reason", "chosen_finish_reason", "rejected_finish_reason")
-IMAGE_COLUMNS = ("image", "images")
+IMAGE_COLUMNS = ("images", "image")
+OTHER_MEDIA = ("videos", "video", "audios", "audio")
 
 # What is kept of each row of the data set, beside its example.
 _FACTS = {
@@ -72,6 +82,8 @@ _FACTS = {
     "num_tokens": Value("int32"),  # of all sequences together
     "longest": Value("int32"),  # tokens of its longest sequence
     "largest_id": Value("int32"),
+    "num_images": Value("int32"),
+    "num_image_tokens": Value("int32"),  # of all sequences together
     "digest": Value("string"),  # a hash of the example
 }
 _FEATURES = Features(
@@ -79,6 +91,7 @@ _FEATURES = Features(
         "ids": List(List(Value("int32"))),  # one list a sequence: two for a pair
         "targets": List(List(Value("bool"))),
         "extra": Value("string"),  # JSON
+        "images": List(Value("string")),  # SHA-256 of each picture
         **_FACTS,
     }
 )
@@ -98,6 +111,8 @@ class RowFormat:
     input_template: str | None = None  # around a plain prompt
     around: str | None = None  # text around what is asked, with {input}, as `wrap_input` puts it
     apply_chat_template: bool | None = None  # None: where a column holds dialogues
+    image_key: str | None = None  # None: `images` or `image`
+    max_images_per_prompt: int | None = None  # pictures of a row; None: as many as it has
     text_flag: str = "--input_key"  # names a column that is learnt as a whole
     multiturn: bool = False  # learn every assistant turn, not only the last
     pretrain_mode: bool | None = False  # learn every token; None: of a column `text`
@@ -113,7 +128,7 @@ class RowFormat:
     @property
     def named_columns(self) -> list[str]:
         """Return the columns that somebody named, or that go by a default name."""
-        keys = (self.input_key, self.output_key, self.label_key, self.prompt_key)
+        keys = (self.input_key, self.output_key, self.label_key, self.prompt_key, self.image_key)
         return [name for name in (*keys, self.chosen_key, self.rejected_key) if name]
 
 
@@ -134,10 +149,18 @@ class TokenizedDataset(ABC):
     subject: ClassVar[str] = "data set"
     flags: str = "--max_len"  # what to check when no row is left
 
-    def __init__(self, rows: Dataset, tokenizer: Tokenizer, row_format: RowFormat) -> None:
+    def __init__(
+        self,
+        rows: Dataset,
+        tokenizer: Tokenizer,
+        row_format: RowFormat,
+        image_processor: ImageProcessor | None = None,  # of a model that reads pictures
+    ) -> None:
         self.notices: list[str] = []  # what a person should be told, one line each
-        self._rows = rows
         self._format = row_format
+        self._processor = None if row_format.max_images_per_prompt == 0 else image_processor
+        self._image_key = self._find_images(rows)
+        self._rows = rows if self._image_key is None else undecoded(rows, self._image_key)
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
         self._columns = self.find_columns(row_format, rows)
         self._nested = columns_of(rows, row_format)[len(rows.column_names) :]
@@ -167,6 +190,32 @@ class TokenizedDataset(ABC):
         """Return the tokens of every example, all its sequences together, (len,) int64."""
         return self._fact("num_tokens")
 
+    @property
+    def costs(self) -> Tensor:
+        """Return the work of every example in tokens, (len,) int64: those of pictures count twice,
+        for the tower computes them too.
+        """
+        return self.lengths + self._fact("num_image_tokens")
+
+    @property
+    def most_images(self) -> int:
+        """Return the number of pictures of the example that has the most."""
+        return max((self._facts["num_images"][row] for row in self.row_ids), default=0)
+
+    def images(self, index: int) -> tuple[Picture, ...]:
+        """Return the pictures of an example; raise DataError if they changed since the start."""
+        expected, row_id = self._table[self.row_ids[index]]["images"], self.row_ids[index]
+        if not expected:
+            return ()
+        try:
+            found = self._pictures(self._read(self._rows[row_id]), row_id)
+        except RowError:
+            found = ()
+        if [picture.sha256 for picture in found] != expected:
+            place = self.row_place(row_id)
+            raise DataError(f"{place}: its images changed after they were read. Start again.")
+        return found
+
     def place(self, index: int) -> str:
         """Return the file and row of an example: `rows.jsonl: row 3`."""
         return self.row_place(self.row_ids[index])
@@ -178,6 +227,19 @@ class TokenizedDataset(ABC):
     def sequences(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """Return the sequences of an example, each ids (T,) int64 and its targets (T,) bool."""
         return self._example(index)[0]
+
+    def picture_notes(self, index: int) -> list[str]:
+        """Return size and tokens of each picture of an example, a line each."""
+        processor, lines = self._processor, []
+        for number, picture in enumerate(self.images(index) if processor else (), start=1):
+            size, count = f"{picture.width}x{picture.height}", processor.num_tokens(picture)
+            lines.append(f"image {number}: {size} pixels, {count} token{'s' * (count > 1)}")
+        return lines
+
+    def is_placeholder(self, ids_T: Tensor) -> Tensor:
+        """Return True at the tokens that stand for pixels, (T,) bool."""
+        pad = None if self._processor is None else self._processor.image_token_id
+        return torch.zeros_like(ids_T, dtype=torch.bool) if pad is None else ids_T == pad
 
     @property
     def fingerprint(self) -> str:
@@ -251,7 +313,9 @@ class TokenizedDataset(ABC):
         """
         is_chat = self._format.apply_chat_template
         if is_chat is None:
-            is_chat = any(holds_dialogues(self._rows, name) for name in columns if name)
+            is_chat = self._image_key is not None or any(
+                holds_dialogues(self._rows, name) for name in columns if name
+            )
         if is_chat:
             chat_template_of(self._encoder.tokenizer)
         return is_chat
@@ -283,10 +347,14 @@ class TokenizedDataset(ABC):
         beside = DIALOGUE_COLUMNS if self._format.apply_chat_template else ()
         read = [columns[0], self._joined, *columns[1:], *beside]
         names = [name for name in read if name in (*self._rows.column_names, *self._nested)]
-        self.notices.insert(0, f"{' and '.join(map(repr, names))} read as {how}")
-        for name in {*IMAGE_COLUMNS} & set(self._rows.column_names):
-            told = f"column '{name}' is not read: models that see images cannot be trained yet"
-            self.notices.append(Caution(told))
+        pictures = f", with the images of '{self._image_key}'" if self._image_key else ""
+        self.notices.insert(0, f"{' and '.join(map(repr, names))} read as {how}{pictures}")
+        unread = {*IMAGE_COLUMNS} & set(self._rows.column_names) if self._image_key is None else ()
+        for name in unread:
+            why = "the model reads no images"
+            if self._format.max_images_per_prompt == 0:
+                why = "--max_images_per_prompt is 0"
+            self.notices.append(Caution(f"column '{name}' is not read: {why}"))
         self._unread = self._unread_columns({*names, *ROW_COLUMNS, *IMAGE_COLUMNS})
 
     def _unread_columns(self, read: set[str]) -> list[str]:
@@ -320,7 +388,14 @@ class TokenizedDataset(ABC):
         """Return the messages of a column and, where they begin a dialogue, those of the columns
         `system` and `history` before them.
         """
-        found = to_messages(row[column], text_role=text_role, unread=self._encoder.unread)
+        found = to_messages(
+            row[column],
+            text_role=text_role,
+            unread=self._encoder.unread,
+            reads_pictures=self._processor is not None,
+        )
+        if pictures := values_of(self._image_key and value_at(row, self._image_key)):
+            found = with_places(found, len(pictures), begins=begins)
         system, history = row.get("system"), row.get("history")
         if begins and history:
             found = history_messages(history) + found
@@ -443,6 +518,7 @@ class TokenizedDataset(ABC):
             with FileLock(folder / f"{key}.lock", timeout=LOCK_S):
                 return rows.map(
                     self._tokenise,
+                    with_indices=True,
                     desc=f"tokenising {self.subject}",
                     remove_columns=rows.column_names,
                     features=_FEATURES,
@@ -468,24 +544,92 @@ class TokenizedDataset(ABC):
             tokenizer.chat_template,
             sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str(),
         ]
-        sources = [*Path(__file__).parent.glob("*.py"), Path(str(tokenizer_module.__file__))]
+        if self._processor is not None:
+            parts += [self._processor.description, *self._picture_files()]
+        sources = [Path(str(module.__file__)) for module in (images_module, tokenizer_module)]
+        sources += Path(__file__).parent.glob("*.py")
         parts += [path.read_bytes() for path in sorted(sources)]
         # With the mark of a process at most 64 characters, says datasets.
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
-    def _tokenise(self, row: Row) -> dict[str, object]:
+    def _find_images(self, rows: Dataset) -> str | None:
+        """Return the column of pictures that is read, if there is one."""
+        if self._processor is None:
+            return None
+        asked = self._format.image_key
+        if asked is not None:
+            return pick_columns(columns_of(rows, self._format), (asked, (), "--image_key"))[0]
+        return next((name for name in IMAGE_COLUMNS if name in rows.column_names), None)
+
+    @property
+    def _image_columns(self) -> list[str]:
+        """Return the columns whose messages may hold pictures, those of a sequence."""
+        return [name for name in self._columns if name]
+
+    def _picture_values(self, row: Row) -> list[Any]:
+        """Return the values of a row's pictures, in the order of their places."""
+        columns = self._image_columns
+        own = values_of(self._image_key and value_at(row, self._image_key))
+        parts = [found for name in columns for found in values_in(value_at(row, name))]
+        left = iter(own)
+        found = [next(left, None) if value is None else value for value in parts]
+        return [*(value for value in found if value is not None), *left]
+
+    def _picture_files(self) -> Iterator[tuple[object, ...]]:
+        """Yield size and time of each file of pictures: tokens of another are none of this."""
+        for row_id, row in enumerate(self._rows):
+            for value in self._picture_values(row):
+                if (path := file_of(value, row_folder(self._rows, row_id))) is not None:
+                    yield str(path), path.stat().st_size, path.stat().st_mtime_ns
+
+    def _pictures(self, row: Row, row_id: int) -> tuple[Picture, ...]:
+        """Return the pictures of a row that was read; raise RowError for one that is unreadable,
+        and for too many.
+        """
+        if self._processor is None:
+            return ()
+        if other := next((name for name in OTHER_MEDIA if row.get(name)), None):
+            raise RowError(f"'{other}' has a value, and only text and images are read")
+        values, most = self._picture_values(row), self._format.max_images_per_prompt
+        if most is not None and len(values) > most:
+            raise RowError(f"{len(values)} images, over --max_images_per_prompt {most}")
+        folder = row_folder(self._rows, row_id)
+        try:
+            return tuple(read_picture(value, folder=folder) for value in values)
+        except PictureError as error:
+            raise RowError(str(error)) from error
+
+    def _with_pixels(self, tokens: Tokens, pictures: Sequence[Picture]) -> Tokens:
+        """Return a sequence with a run of placeholders for each picture; none of them is learnt."""
+        processor = self._processor
+        if processor is None:
+            return tokens
+        try:
+            lengths = processor.run_lengths(tokens.ids, pictures)
+        except PictureError as error:
+            remedy = "Mark each by <image> in a text, or by a part of type image"
+            raise RowError(f"{error}. {remedy}, and use the chat template") from error
+        flags = [m and i != processor.image_token_id for i, m in zip(*tokens, strict=True)]
+        mask = [flag for flag, n in zip(flags, lengths, strict=True) for _ in range(n)]
+        return Tokens(processor.expand(tokens.ids, pictures), mask)
+
+    def _tokenise(self, row: Row, row_id: int) -> dict[str, object]:
         """Return the outcome of a row: the values of `_FEATURES`."""
         form, num_spelled = self._format, self._encoder.num_spelled
         self._encoder.unread.clear()
         tokens: list[Tokens] = []
+        pictures: tuple[Picture, ...] = ()
         extra, left_out, problem, is_truncated = None, "", "", False
         try:
-            tokens, extra = self._tokens_of(self._read(row))
+            found = self._read(row)
+            tokens, extra = self._tokens_of(found)
+            pictures = self._pictures(found, row_id)
+            tokens = [self._with_pixels(part, pictures) for part in tokens]
             longest = max(len(part.ids) for part in tokens)
             if form.max_len is not None and longest > form.max_len:
                 if form.overlong == "error":
                     raise RowError(f"{longest} tokens, over the limit of {form.max_len}")
-                if form.overlong == "filter":
+                if form.overlong == "filter" or pictures:  # a picture is never cut
                     raise LeftOutError("over-long")
                 is_truncated = True
                 tokens, extra = self._cut(tokens, extra, form.max_len)
@@ -495,11 +639,14 @@ class TokenizedDataset(ABC):
         except RowError as error:
             tokens, problem = [], str(error)
         ids, targets = [part.ids for part in tokens], [part.mask for part in tokens]
-        told = json.dumps(extra, default=str)
+        told, hashes = json.dumps(extra, default=str), [picture.sha256 for picture in pictures]
+        held = [ids, targets, told, *([hashes] if hashes else [])]
+        pad = None if self._processor is None else self._processor.image_token_id
         return {
             "ids": ids,
             "targets": targets,
             "extra": told,
+            "images": hashes,
             "left_out": left_out,
             "problem": problem,
             "is_truncated": is_truncated,
@@ -508,7 +655,9 @@ class TokenizedDataset(ABC):
             "num_tokens": sum(map(len, ids)),
             "longest": max(map(len, ids), default=0),
             "largest_id": max((max(part, default=0) for part in ids), default=0),
-            "digest": hashlib.sha256(json.dumps([ids, targets, told]).encode()).hexdigest(),
+            "num_images": len(pictures),
+            "num_image_tokens": sum(part.count(pad) for part in ids),
+            "digest": hashlib.sha256(json.dumps(held).encode()).hexdigest(),
         }
 
     def _report(self) -> None:

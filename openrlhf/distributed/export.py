@@ -24,6 +24,7 @@ from openrlhf.distributed.folders import GB, flush, flush_one, free_bytes
 from openrlhf.distributed.weights import exported_parameters
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.console import warn
+from openrlhf.utils.images import processor_files
 from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress, tracked
 from openrlhf.utils.tensors import NamedTensors
@@ -110,6 +111,8 @@ def write_folder(
         config, tokenizer = scorable(config, tokenizer)
         config.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
+    for file in processor_files(config):
+        shutil.copy(file, temporary)
     card = temporary / "README.md"
     card.write_text(model_card(hf_model))
     for file in temporary.glob("*.safetensors"):

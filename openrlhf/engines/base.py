@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from openrlhf.errors import LostEngineError
+from openrlhf.utils.images import Picture
 
 Result = TypeVar("Result")
 
@@ -63,8 +64,9 @@ class GenerationRequest:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]  # with a placeholder for every token of an image
     sampling: SamplingSettings
+    images: tuple[Picture, ...] = ()  # of the prompt, in order
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ before top-p. Suffixes: R rows of a batch, L tokens so far, T tokens to come, V 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
@@ -18,6 +18,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PretrainedConfig,
     StoppingCriteria,
     StoppingCriteriaList,
     TopKLogitsWarper,
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.utils.images import ImageProcessor, Images
 from openrlhf.utils.packing import is_padded
 from openrlhf.utils.tokenizer import Tokenizer
 
@@ -52,9 +54,11 @@ class OwnGenerate:
         weight_version: int = 0,
         stream: int = 0,
         tokenizer: Tokenizer | None = None,
+        processor: ImageProcessor | None = None,
     ) -> None:
-        """`tokenizer` is needed for stop texts."""
+        """`tokenizer` is needed for stop texts, `processor` by a model that sees images."""
         self.model, self.max_num_rows, self.tokenizer = model, max_num_rows, tokenizer
+        self.processor = processor
         self.weight_version, self.stream = weight_version, stream
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
@@ -65,7 +69,9 @@ class OwnGenerate:
         with generating(self.model) as base:
             for batch in self._batches(rows):
                 asked = [rows[k] for k in batch]
-                sampled = sample_rows(base, asked, self.weight_version, self.tokenizer)
+                sampled = sample_rows(
+                    base, asked, self.weight_version, self.tokenizer, self.processor
+                )
                 answers.update(zip(batch, sampled, strict=True))
         in_order = map(answers.__getitem__, range(len(rows)))
         return [list(islice(in_order, request.sampling.num_samples)) for request in requests]
@@ -97,8 +103,13 @@ def one_by_one(request: GenerationRequest, drawn: Iterator[int]) -> Iterator[Gen
 class ChooseTokens(LogitsProcessor):
     """Choose the next token of every row, leave only it, and note its log-prob."""
 
-    def __init__(self, sampling: SamplingSettings, uniform_RT: Tensor) -> None:
-        """`uniform_RT`: float64 in [0, 1), at which distributions are inverted."""
+    def __init__(
+        self, sampling: SamplingSettings, uniform_RT: Tensor, bias: Mapping[int, float]
+    ) -> None:
+        """`uniform_RT`: float64 in [0, 1), at which distributions are inverted; `bias` is added to
+        the logits of these tokens.
+        """
+        self.bias = bias
         self.is_greedy = sampling.temperature == 0
         self.temperature = sampling.temperature or 1.0
         self.cuts = LogitsProcessorList()
@@ -113,6 +124,8 @@ class ChooseTokens(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores (R, V) of 0 for the chosen tokens and -inf for the others."""
+        for token_id, bias in self.bias.items():
+            scores[:, token_id] += bias
         logprobs_RV = (scores.float() / self.temperature).log_softmax(-1)
         if self.is_greedy:
             tokens_R1 = scores.argmax(-1, keepdim=True)
@@ -152,6 +165,7 @@ def sample_rows(
     rows: Sequence[GenerationRequest],
     weight_version: int,
     tokenizer: Tokenizer | None = None,
+    processor: ImageProcessor | None = None,
 ) -> list[Completion]:
     """Return the completion of every row; they run until the last one stops."""
     sampling, prompts = rows[0].sampling, [list(row.prompt_token_ids) for row in rows]
@@ -166,7 +180,8 @@ def sample_rows(
     uniform_RT = torch.empty(len(rows), sampling.max_new_tokens, dtype=torch.float64)
     for numbers_T, row in zip(uniform_RT, rows, strict=True):
         numbers_T.uniform_(generator=torch.Generator().manual_seed(row.sampling.seed))
-    choose = ChooseTokens(sampling, uniform_RT.to(model.device))
+    bias = {} if processor is None else processor.logit_bias
+    choose = ChooseTokens(sampling, uniform_RT.to(model.device), bias)
     model.generation_config = GenerationConfig(
         do_sample=False,  # `choose` has chosen
         max_new_tokens=sampling.max_new_tokens,
@@ -184,6 +199,7 @@ def sample_rows(
         logits_processor=LogitsProcessorList([choose]),
         stopping_criteria=StoppingCriteriaList(texts),
         synced_gpus=False,
+        **image_inputs(rows, token_ids_RL, processor),
     )[:, width:]
     logprobs = torch.stack(choose.logprobs, dim=1).tolist()
     completions = []
@@ -202,6 +218,24 @@ def sample_rows(
     return completions
 
 
+def image_inputs(
+    rows: Sequence[GenerationRequest], token_ids_RL: Tensor, processor: ImageProcessor | None
+) -> dict[str, Tensor]:
+    """Return the arguments of `generate` for the images of all rows, row by row."""
+    pictures = {row.images: None for row in rows if row.images}  # samples of a prompt share them
+    if not pictures:
+        return {}
+    assert processor is not None, "images need a processor"
+    found = {shared: processor.pixels(shared) for shared in pictures}
+    images = Images.concat([found[row.images] for row in rows if row.images])
+    images = images.to(token_ids_RL.device)
+    return {
+        "pixel_values": images.pixels,
+        "image_grid_thw": images.grid,
+        "mm_token_type_ids": (token_ids_RL == processor.image_token_id).int(),
+    }
+
+
 @contextmanager
 def generating(model: Any) -> Iterator[Any]:
     """Yield the model inside its adapters, in evaluation mode, without gradients, with attention
@@ -209,15 +243,22 @@ def generating(model: Any) -> Iterator[Any]:
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     was_training, settings = model.training, base.generation_config
-    attention = base.config._attn_implementation
+    attention = attention_of(base.config)
     model.eval()
-    if attention not in KEPT_ATTENTION and not is_padded(model):
+    if attention[""] not in KEPT_ATTENTION and not is_padded(model):
         base.set_attn_implementation("sdpa")
     try:
         with torch.no_grad():
             yield base
     finally:
         base.generation_config = settings
-        if base.config._attn_implementation != attention:
+        if attention_of(base.config) != attention:
             base.set_attn_implementation(attention)
         model.train(was_training)
+
+
+def attention_of(config: PretrainedConfig) -> dict[str, str]:
+    """Return the attention of a model, by "", and of each part that has a config of its own."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    found = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **found}

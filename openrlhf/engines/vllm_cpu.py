@@ -37,6 +37,10 @@ def adapt_settings(settings: dict[str, Any]) -> None:
     # A piece of a prompt makes vLLM turn its request's generator back, which torch has for GPUs
     # only, and with seeds the engine would die: remove when torch's CPU generator can do it.
     settings["enable_chunked_prefill"] = False
+    # A tower is run on the largest image to measure memory that a CPU does not run out of: remove
+    # when CPU workers do not measure.
+    if "limit_mm_per_prompt" in settings:
+        settings["skip_mm_profiling"] = True
 
 
 def limit_cache(vllm_config: Any) -> None:

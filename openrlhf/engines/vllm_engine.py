@@ -25,6 +25,7 @@ from openrlhf.errors import (
     WeightSyncError,
     first_line,
 )
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.threads import release_cores, telling
 
 Result = TypeVar("Result")
@@ -58,8 +59,11 @@ class VLLMEngine:
     who = "the vLLM engine"
     is_up = True
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        """`settings` are those of vLLM's EngineArgs."""
+    def __init__(
+        self, settings: Mapping[str, Any], processor: ImageProcessor | None = None
+    ) -> None:
+        """`settings` are those of vLLM's EngineArgs; a model that sees images has a processor."""
+        self.processor = processor
         self.num_steps = 0  # done since the start
         self._waiting: dict[str, tuple[GenerationRequest, Future[list[Completion]]]] = {}
         self._num_requests = 0
@@ -73,6 +77,8 @@ class VLLMEngine:
         self._vllm = vllm
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.who)
         # In the thread that will step it, so that no other one computes.
+        if processor is not None:
+            settings = with_images(settings)
         self.llm: Any = self._thread.submit(start_llm, settings).result()
         # Small functions of vLLM's sampler are compiled even in eager mode: up to 16 s for nothing.
         is_eager = self.llm.model_config.enforce_eager
@@ -94,10 +100,17 @@ class VLLMEngine:
         """
         return [future.result() for future in self.submit(requests)]
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
-        """Return a future for each request, without waiting."""
+    def submit(
+        self,
+        requests: Sequence[GenerationRequest],
+        prompts: Sequence[dict[str, Any]] | None = None,
+    ) -> list[Future[list[Completion]]]:
+        """Return a future for each request, without waiting; `prompts` are their inputs, if they
+        were made.
+        """
         futures: list[Future[list[Completion]]] = [Future() for _ in requests]
-        self._thread.submit(self._add, requests, futures)
+        prompts = prompts or [engine_input(request, self.processor) for request in requests]
+        self._thread.submit(self._add, requests, prompts, futures)
         return futures
 
     async def sample(self, request: GenerationRequest) -> list[Completion]:
@@ -105,7 +118,10 @@ class VLLMEngine:
 
         Cancelling it stops the sampling, and ends when that has stopped.
         """
-        (pending,) = self.submit([request])
+        made = []
+        if request.images:  # pixels take time, for which neither loop nor engine should wait
+            made = [[await asyncio.to_thread(engine_input, request, self.processor)]]
+        (pending,) = self.submit([request], *made)
         try:
             return await asyncio.wrap_future(pending)
         except asyncio.CancelledError:
@@ -170,6 +186,8 @@ class VLLMEngine:
                 raise WeightSyncError("the workers of the engine received different tensors")
             if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise WeightSyncError("the engine could not drop its prefix cache")
+            if self.llm.model_config.is_multimodal_model:
+                self.llm.reset_encoder_cache()  # images as the old tower saw them
             self.llm.set_weight_version(str(weight_version))
             self._is_current = True
             return dict(receipt)
@@ -233,7 +251,12 @@ class VLLMEngine:
         if self._end is not None:
             raise EngineError(f"vLLM engine is down: {self._end}") from self._end
 
-    def _add(self, requests: Sequence[GenerationRequest], futures: Sequence[Future[Any]]) -> None:
+    def _add(
+        self,
+        requests: Sequence[GenerationRequest],
+        prompts: Sequence[dict[str, Any]],
+        futures: Sequence[Future[Any]],
+    ) -> None:
         """Hand requests to vLLM; those that come with a wrong one are refused with it."""
 
         def refuse(error: BaseException) -> None:
@@ -244,7 +267,7 @@ class VLLMEngine:
 
         with telling(refuse):
             self._check_is_up()
-            for request, future in zip(requests, futures, strict=True):
+            for request, prompt, future in zip(requests, prompts, futures, strict=True):
                 num_tokens = len(request.prompt_token_ids)
                 limit = self.llm.model_config.max_model_len
                 if not 0 < num_tokens < limit:
@@ -254,7 +277,6 @@ class VLLMEngine:
                     )
                 key = str(self._num_requests)
                 self._num_requests += 1
-                prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
                 self.llm.add_request(key, prompt, self._sampling_params(request.sampling))
                 self._waiting[key] = (request, future)
         self._queue_step()
@@ -278,6 +300,7 @@ class VLLMEngine:
             for output in outputs:
                 if output.finished:
                     request, future = self._waiting.pop(output.request_id)
+                    check_prompt(request, output.prompt_token_ids)
                     answer = [completion(part) for part in output.outputs]
                     if future.set_running_or_notify_cancel():  # greedy samples are all the same
                         future.set_result(answer * (request.sampling.num_samples // len(answer)))
@@ -341,6 +364,7 @@ class VLLMEngine:
             detokenize=bool(sampling.stop),
             skip_special_tokens=False,
             skip_clone=True,
+            logit_bias=None if self.processor is None else self.processor.logit_bias,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
 
@@ -381,6 +405,51 @@ def start_llm(settings: Mapping[str, Any]) -> Any:
     llm.set_weight_version("0")
     llm.collective_rpc("report_full_logprobs")
     return llm
+
+
+def with_images(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model that sees images, whose pixels come ready."""
+    own = {**settings, "limit_mm_per_prompt": {"video": 0}}
+    own["mm_device_do_normalize"] = False  # they are normalised
+    own["mm_processor_cache_gb"] = 0
+    return own
+
+
+def engine_input(request: GenerationRequest, processor: ImageProcessor | None) -> dict[str, Any]:
+    """Return a request as vLLM takes one that is processed: it neither tokenises nor resizes."""
+    prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
+    if not request.images:
+        return prompt | {"type": "token"}
+    from vllm.multimodal.inputs import (  # noqa: PLC0415 - takes seconds
+        MultiModalFieldConfig,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    assert processor is not None, f"{request.request_id} has images, and the model sees none"
+    images = processor.pixels(request.images)
+    num_patches = images.grid.prod(-1)
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", num_patches),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    values: Any = {"pixel_values": images.pixels, "image_grid_thw": images.grid}
+    runs = processor.runs(request.prompt_token_ids, request.images)
+    return prompt | {
+        "type": "multimodal",
+        "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(values, fields),
+        "mm_hashes": {"image": [picture.sha256 for picture in request.images]},
+        "mm_placeholders": {"image": [PlaceholderRange(*run) for run in runs]},
+    }
+
+
+def check_prompt(request: GenerationRequest, token_ids: Sequence[int]) -> None:
+    """Raise EngineError if vLLM has read another prompt than was sent."""
+    if tuple(token_ids) != request.prompt_token_ids:
+        raise EngineError(
+            f"prompt {request.request_id} was sent with {len(request.prompt_token_ids)} tokens, "
+            f"and vLLM has read {len(token_ids)} others"
+        )
 
 
 def forget_closed_groups() -> None:

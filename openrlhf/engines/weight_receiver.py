@@ -5,7 +5,8 @@ this module in every worker, for `WORKER_EXTENSION`, and finds the backend regis
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         self.reader = BucketReader(self.device)
         self.expected: list[str] = []  # parameters that an update has to fill
         self.loaded: set[str] = set()  # those that it has
-        self.fingerprints: dict[str, int] = {}
-        self.received: dict[str, tuple[torch.dtype, int]] = {}  # dtype and bit sum
+        self.fingerprints: dict[str, int] = {}  # by the trainer's name
+        self.received: dict[str, tuple[torch.dtype, int]] = {}  # dtype and bit sum, by vLLM's name
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's group."""
@@ -126,12 +127,13 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         return [".".join([*prefix, part, leaf]) for part in merged.get(module, [module])]
 
     def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        own_name = namer(self.model)
         for name, tensor in tensors:
             if name in self.fingerprints:
                 raise WeightSyncError(f"tensor {name} came twice")
             sums = checksum(tensor)
             self.fingerprints[name] = sums.fingerprint
-            self.received[name] = (tensor.dtype, sums.bit_sum)
+            self.received[own_name(name)] = (tensor.dtype, sums.bit_sum)
             yield name, tensor
 
     def _absent(self) -> list[str]:
@@ -142,7 +144,7 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         absent = []
         for name in self.expected:
             sources = self._sources(name)
-            came = self.fingerprints.keys() & sources
+            came = self.received.keys() & sources
             is_tied_head = is_tied and name.rpartition(".")[0].endswith(("lm_head", "embed_out"))
             if came:
                 absent += [source for source in sources if source not in came]
@@ -209,6 +211,17 @@ class ReceiptExtension:
     def report_full_logprobs(self) -> None:
         """Report log-probs as they are before top-p."""
         report_full_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
+
+
+def namer(model: nn.Module) -> Callable[[str], str]:
+    """Return the function that gives a tensor of a checkpoint the name of its part in vLLM's
+    model, before parts are merged: a family with a tower nests its language model otherwise.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return lambda name: name
+    renamed = replace(mapper, orig_to_new_stacked={}).map_name
+    return lambda name: renamed(name) or name
 
 
 def _own_pending(layer: nn.Module) -> None:

@@ -16,7 +16,9 @@ from openrlhf.algorithms.tokens import VocabShard, chunked_logprobs
 from openrlhf.errors import ConfigError
 from openrlhf.models.packing import PackedRow, ReadStates, SharedRow
 from openrlhf.models.support import num_experts_per_token
+from openrlhf.models.vision import vision_inputs
 from openrlhf.utils.context_parallel import ContextGroup
+from openrlhf.utils.images import BANNED_LOGIT, is_vision, placeholders_of
 from openrlhf.utils.packing import PackedBatch, base_model_of, is_padded
 
 
@@ -44,8 +46,14 @@ class ChunkedHead(nn.Module):
     def __init__(self, lm_head: nn.Module, config: PretrainedConfig) -> None:
         super().__init__()
         self.weight = lm_head.weight
-        self.register_parameter("bias", getattr(lm_head, "bias", None))
-        self.scale, self.softcap = logit_transform(config)
+        self.scale, self.softcap = logit_transform(config.get_text_config())
+        if banned := placeholders_of(config):
+            # No engine samples them, for a sampled one has no pixels: so log-probs leave them out.
+            bias_V = torch.zeros(len(lm_head.weight), device=lm_head.weight.device)
+            bias_V[[*banned]] = BANNED_LOGIT
+            self.register_buffer("bias", bias_V, persistent=False)
+        else:
+            self.register_parameter("bias", getattr(lm_head, "bias", None))
 
     def forward(self, read: Callable[..., tuple[Tensor, ...]], *args: object) -> tuple[Tensor, ...]:
         """Return the result of `read` for the head, last hidden states and other arguments."""
@@ -157,6 +165,9 @@ class PackedModel(nn.Module):
         if is_padded(model):
             hidden_TH, router = padded_states(model, batch, options)
         else:
+            sees: dict[str, Tensor] = {}
+            if is_vision(model.config):
+                batch, sees = vision_inputs(model, batch)
             row = PackedRow(batch.seq_lengths, batch.cu_seqlens)
             token_ids, position_ids = batch.token_ids, batch.position_ids
             if self.context is not None:
@@ -164,8 +175,7 @@ class PackedModel(nn.Module):
                 own, (token_ids, position_ids) = row.own, row.slice_of(batch)
             output = without_head(model)(
                 input_ids=token_ids[None],
-                position_ids=position_ids[None],
-                **options,
+                **{"position_ids": position_ids[None], **options, **sees},
                 **row.kwargs(model.config._attn_implementation),
             )
             hidden_TH = output.last_hidden_state[0]
@@ -209,8 +219,7 @@ class Actor(PackedModel):
                 f"The head of {type(causal_lm).__name__} is {type(lm_head)}, not torch's Linear: "
                 "leave lm_head out of the LoRA target modules, or use a causal language model."
             )
-        config = causal_lm.config.get_text_config()
-        self.head = ChunkedHead(lm_head, config)
+        self.head = ChunkedHead(lm_head, causal_lm.config)
 
     def forward(
         self, batch: PackedBatch, temperature: float = 1.0, with_entropy: bool = False

@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 from openrlhf.config.common import LoraConfig
 from openrlhf.errors import ConfigError, first_line
+from openrlhf.models.vision import TOWER
 from openrlhf.utils.adapter_folder import REWARD_TASK
+from openrlhf.utils.images import is_vision
 from openrlhf.utils.tokenizer import own_generation_config
 
 ALL_LINEAR = "all-linear"
@@ -27,7 +29,8 @@ SCALE_FIELDS = ("mean", "std")  # of a reward model's scores
 
 
 def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
-    """Freeze the model and put an adapter on it: W + alpha / rank * B A (arXiv 2106.09685).
+    """Freeze the model and put an adapter on it: W + alpha / rank * B A (arXiv 2106.09685); of one
+    with a tower, on its language model.
 
     A value head stays trained and is saved with the adapter. With rank 0 return the model as it
     is. Raises ConfigError for target modules that the model does not have, or whose weights are
@@ -47,6 +50,8 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        # Names such as `proj` and `qkv` are layers of the tower too.
+        exclude_modules=rf"(.*\.)?{TOWER}\..*" if is_vision(model.config) else None,
         bias="none",
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
         modules_to_save=[head] if head else None,

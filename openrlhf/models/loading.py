@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from openrlhf.config.base import CommandConfig
+from openrlhf.config.base import CommandConfig, value_at, walk
 from openrlhf.config.common import DeepSpeedConfig, RunConfig
 from openrlhf.config.local_paths import looks_local
 from openrlhf.errors import ConfigError, Gathered, first_line
@@ -31,12 +31,20 @@ from openrlhf.models.adapters import SCALE_FIELDS, add_lora, merge_adapter_into,
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.support import (
     OWN_ATTENTION,
+    auto_class,
     causal_class,
     padding_note,
     refuse_unsupported,
 )
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.console import say_notices
+from openrlhf.utils.images import (
+    BANNED_LOGIT,
+    VISION_FAMILIES,
+    ImageProcessor,
+    is_vision,
+    placeholders_of,
+)
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
 from openrlhf.utils.tensors import DTYPES
@@ -48,6 +56,11 @@ OPENRLHF_CLASSES = frozenset(("RewardModel", "CriticModel"))
 # Keys without a place in a value model with a fresh head, and those of the head.
 LANGUAGE_HEADS = rf"(lm_head|embed_out|output)(\.|$)|{HEAD}\.weight$"
 DEFAULTS: Any = SimpleNamespace(ds=DeepSpeedConfig(), trust_remote_code=False)
+# Settings, by the last part of their names, of pictures alone.
+OF_PICTURES = (
+    *("image_key", "max_images_per_prompt", "image_min_pixels", "image_max_pixels"),
+    "freeze_visual_encoder",
+)
 # Of the comparison with a model's own logits: how far log-probs may lie from them on average.
 NUM_TOKENS, STRIDE = 8, 7919  # a prime: tokens from all over a vocabulary
 MAX_ERROR = (0.01, 0.25)  # in fp32, in half precision
@@ -77,11 +90,11 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)} {remedy}") from error
     # transformers would load some of them as language models, without their towers.
-    for tower in ("vision", "audio"):
+    for tower in () if is_vision(config) else ("vision", "audio"):
         if getattr(config, f"{tower}_config", None) is not None:
             raise ConfigError(
-                f"Model {path!r} has a {tower} tower ({config.model_type}), which is not "
-                "implemented yet. Take a model of texts alone."
+                f"Model {path!r} has a {tower} tower of the family {config.model_type}, which is "
+                f"not read. Take one of {', '.join(VISION_FAMILIES)}, or a model of texts alone."
             )
     return config
 
@@ -105,6 +118,9 @@ def read_configs(
             )
             with gathered:
                 check_shapes(model_config, path, command)
+            if scores:
+                with gathered:
+                    refuse_pictures(model_config, path)
             refuse_unsupported(
                 model_config,
                 path,
@@ -116,6 +132,41 @@ def read_configs(
         with gathered:
             check_adapter(found[paths[0]], command, scores=scores)
     return found
+
+
+def image_processor_of(
+    command: Any, path: str, config: PretrainedConfig | None
+) -> ImageProcessor | None:
+    """Return the image processor of a model, with the limits of the command's `data.*`; None of a
+    model of texts. Raise ConfigError for settings of pictures that such a model cannot obey.
+    """
+    if config is None:
+        return None
+    if is_vision(config):
+        return ImageProcessor.load(
+            path,
+            min_pixels=command.data.image_min_pixels,
+            max_pixels=command.data.image_max_pixels,
+            trust_remote_code=command.trust_remote_code,
+        )
+    leaves = (each for each in walk(type(command)) if each.path.rpartition(".")[2] in OF_PICTURES)
+    used = [leaf.flag for leaf in leaves if value_at(command, leaf.path)]
+    if used:
+        raise ConfigError(
+            f"{', '.join(used)}: {path} reads no images, it is of the family "
+            f"{config.model_type}. Leave {used[0]} out, or take a model of "
+            f"{', '.join(VISION_FAMILIES)}."
+        )
+    return None
+
+
+def refuse_pictures(config: PretrainedConfig, path: str) -> None:
+    """Raise ConfigError for a model that reads pictures, where a value head would be put on it."""
+    if is_vision(config):
+        raise ConfigError(
+            f"Reward models and critics read texts alone, and {path} reads images. Give rewards "
+            "by --remote_rm_url, and take another --advantage_estimator than gae, as group_norm is."
+        )
 
 
 def check_adapter(config: PretrainedConfig, command: CommandConfig, *, scores: bool) -> None:
@@ -132,7 +183,7 @@ def empty_model(
     """Return a model without weights, with a scalar head if it scores; raise ConfigError if there
     can be none.
     """
-    kind: Any = transformers.AutoModelForCausalLM
+    kind = auto_class(config)
     if scores:
         kind, config = transformers.AutoModelForSequenceClassification, copy.deepcopy(config)
         config.num_labels, config.value_head_prefix = 1, HEAD
@@ -205,6 +256,11 @@ def _options(path: str, config: PretrainedConfig, command: CommandConfig) -> dic
         eager = "eager" if attention == "eager" else None  # None: what transformers takes
         attention = PACKED_ATTENTION if padding_note(config, path) is None else eager
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    if is_vision(config) and attention == PACKED_ATTENTION:  # a tower is not causal
+        options["attn_implementation"] = {
+            **dict.fromkeys(("", "text_config"), attention),
+            "vision_config": "sdpa",
+        }
     if ds.experts_implementation is not None:
         options["experts_implementation"] = ds.experts_implementation
     if ds.load_in_4bit:
@@ -306,7 +362,7 @@ def load_causal_lm(
             )
         return merge_adapter_into(load_causal_lm(base, command), path)
     config = load_config(path, trust_remote_code=command.trust_remote_code)
-    model = read_model(transformers.AutoModelForCausalLM, path, config, command)
+    model = read_model(auto_class(config), path, config, command)
     if command.ds.attention in OWN_ATTENTION:
         check_own_logits(model)
     return model
@@ -339,6 +395,7 @@ def load_sequence_model(
         model.config.update(stored)
         return merge_adapter_into(model, path)
     config = load_config(path, trust_remote_code=command.trust_remote_code)
+    refuse_pictures(config, path)
     if not allow_fresh_head:
         check_value_model(config, path)
     has_stored_head = is_value_model(config)
@@ -392,6 +449,7 @@ def check_own_logits(model: PreTrainedModel) -> None:
     tokens_BT, is_target_T = torch.stack([ids_T, ids_T.flip(0)]), torch.arange(NUM_TOKENS) > 0
     batch = PackedBatch.from_sequences(list(tokens_BT), [is_target_T] * 2).to(model.device)
     own_BTV: Tensor = model(input_ids=tokens_BT.to(model.device), use_cache=False).logits[:, :-1]
+    own_BTV[..., [*placeholders_of(model.config)]] += BANNED_LOGIT
     own_N = own_BTV.float().log_softmax(-1).flatten(0, 1).gather(-1, batch.targets[:, None])[:, 0]
     actor = Actor(model)
     hidden_NH, error = actor.states_at(batch, batch.predict_index).hidden_nH, math.inf

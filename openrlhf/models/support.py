@@ -4,6 +4,7 @@ weights are read; each gap is reported in one line.
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import transformers
@@ -12,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.errors import ConfigError
 from openrlhf.utils.gpus import check_gpus
+from openrlhf.utils.images import is_vision
 from openrlhf.utils.packing import why_padded
 
 # Ways of asking for attention of which torch has the kernels, on every device.
@@ -88,9 +90,15 @@ def num_positions(config: PretrainedConfig) -> int | None:
     return min(limits)
 
 
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that loads a language model, with a tower or without."""
+    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    return kinds[is_vision(config)]
+
+
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class of a family's language models; None for code that comes with weights."""
-    found = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
+    found = auto_class(config)._model_mapping.get(type(config), None)
     return found if isinstance(found, type) else None
 
 
@@ -117,6 +125,19 @@ def refuse_unsupported(
     weights.
     """
     problems = [*_split_problems(config, path, ds)]
+    if is_vision(config):
+        ring = f"--ring_attn_size {ds.ring_attn_size}"
+        split = f"--ds_tensor_parallel_size {ds.tensor_parallel_size}"
+        problems = [
+            f"{flag}: {path} reads images, which this does not support. Leave it out."
+            for flag, is_used in (
+                (ring, ds.ring_attn_size > 1),
+                (split, ds.tensor_parallel_size > 1),
+                ("--use_liger_kernel", ds.use_liger_kernel),
+                ("--load_in_4bit", ds.load_in_4bit),
+            )
+            if is_used
+        ]
     if padding_note(config, path) is not None:
         if ds.ring_attn_size > 1:
             problems.append(

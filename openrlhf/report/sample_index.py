@@ -148,7 +148,7 @@ class SampleIndex:
         )
         for row in rows:
             del row["file_row_number"]
-            return sample_of(row, file, number)
+            return sample_of(row, file, number, self.folder.parent)
         return None
 
     def _rows(self, sql: str, values: Sequence[object]) -> list[Row]:

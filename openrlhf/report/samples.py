@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow.parquet
 
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.utils.run_folder import ROLLOUTS
+from openrlhf.utils.images import PictureError, read_picture
+from openrlhf.utils.run_folder import IMAGES, ROLLOUTS
 from openrlhf.utils.samples import spread
 
 Row = dict[str, Any]
@@ -39,6 +40,7 @@ COLUMNS = {
     "finish_reason": "VARCHAR",
     "weight_version": "BIGINT",
 }
+MAX_SIDE = 256  # of an image, in pixels
 MAX_EXCERPT_FILES = 40
 MAX_EXCERPT_BYTES = 6_000_000
 
@@ -85,7 +87,7 @@ def excerpt(run_dir: Path, files: Sequence[StepFile]) -> list[Row]:
         parquet = pyarrow.parquet.ParquetFile(run_dir / ROLLOUTS / file.name)
         batches = parquet.iter_batches(batch_size=16)
         for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-            sample = sample_of(row, file.name, number)
+            sample = sample_of(row, file.name, number, run_dir)
             num_bytes = len(json.dumps(sample))
             if num_bytes > (share if number else left):
                 break
@@ -94,9 +96,9 @@ def excerpt(run_dir: Path, files: Sequence[StepFile]) -> list[Row]:
     return found
 
 
-def sample_of(row: Mapping[str, Any], file: str, number: int) -> Row:
+def sample_of(row: Mapping[str, Any], file: str, number: int, run_dir: Path) -> Row:
     """Return a sample as the page reads it: the columns of the table, `parts` of its reward, its
-    `tokens` and `others`; `file` and `number` say where it is.
+    `tokens`, `images` and `others`; `file` and `number` say where it is.
     """
     row = dict(row)
     known: Row = {"file": file, "number": number}
@@ -110,8 +112,35 @@ def sample_of(row: Mapping[str, Any], file: str, number: int) -> Row:
     parts = row.pop("reward_parts", None)
     known["parts"] = plain(json.loads(parts) if isinstance(parts, str) else parts)
     known["tokens"] = tokens if tokens["token_texts"] is not None else None
+    images = row.pop("images", None)
+    known["images"] = [_shown(image, run_dir) for image in images or ()]
+    if images and known["tokens"]:
+        known["prompt"] = _with_words(known["prompt"], known["images"], tokens["token_texts"])
     known["others"] = {name: plain(value) for name, value in row.items() if value is not None}
     return known
+
+
+def _shown(image: Mapping[str, Any], run_dir: Path) -> Row:
+    """Return an image of a sample, small enough for a page; without `src` if its file is gone."""
+    name = Path(f"{image['sha256']}.png").name  # of no other folder
+    try:
+        src = read_picture(run_dir / IMAGES / name).data_url(MAX_SIDE)
+    except PictureError:
+        src = None
+    return {**image, "src": src}
+
+
+def _with_words(prompt: str, images: Sequence[Row], texts: Sequence[str]) -> str:
+    """Return a prompt with words in place of the placeholders of each image."""
+    for number, image in enumerate(images, start=1):
+        count = image["num_tokens"]
+        image["words"] = (
+            f"[image {number}: {image['width']}x{image['height']}, {count} "
+            f"token{'s' if count != 1 else ''}]"
+        )
+        places = f"(?:{re.escape(texts[image['start']])}){{1,{count}}}"
+        prompt = re.sub(places, image["words"], prompt, count=1)
+    return prompt
 
 
 def plain(value: Any) -> Any:

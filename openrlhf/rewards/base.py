@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openrlhf.errors import RewardError
+from openrlhf.utils.images import Picture
 from openrlhf.utils.threads import LoopThread
 from openrlhf.utils.user_code import as_float32
 
 MAX_NAMES_SHOWN = 3
 PER_SAMPLE = (
     *("queries", "prompts", "responses", "labels"),
-    *("sample_ids", "source_prompts", "response_ids"),
+    *("sample_ids", "source_prompts", "response_ids", "images"),
 )
 KEYS = ("rewards", "scores", "extra_logs", "extra_columns", "parts")  # of an answer
 NEARLY = 0.75  # the likeness of a key that is refused: `score`, `logs`
@@ -44,6 +45,7 @@ class RewardBatch:
     # B or empty: prompts as their rows have them (text, or messages), and sampled token ids.
     source_prompts: Sequence[object] = ()
     response_ids: Sequence[Sequence[int]] = ()
+    images: Sequence[Sequence[Picture]] = ()  # B, or empty where no sample has any
     global_step: int = 0  # steps that the policy had made
     max_steps: int = 0  # of the run
 

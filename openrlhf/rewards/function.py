@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from reprlib import Repr
 from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import (
@@ -25,6 +26,7 @@ from openrlhf.rewards.base import (
     checked_result,
     optional_numbers,
 )
+from openrlhf.utils.images import Picture
 from openrlhf.utils.user_code import (
     accepted,
     blaming,
@@ -33,7 +35,11 @@ from openrlhf.utils.user_code import (
     member,
     public_names,
     split_name,
+    takes_any,
 )
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 FUNCTION_NAME, LIST_NAME, WEIGHTS_NAME = "reward_func", "reward_funcs", "reward_weights"
 QUERY_NAMES = ("queries", "labels", "responses", "columns")  # of reward_func
@@ -42,8 +48,9 @@ ROW_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")  # of 
 LIST_NAMES = tuple(f"{name}s" for name in ROW_NAMES)
 KNOWN = (
     "queries, prompts, labels, responses, columns; or prompts, completions, completion_ids, "
-    f"labels, trainer_state, log_metric, log_extra; or {', '.join(ROW_NAMES)}"
+    f"labels, trainer_state, log_metric, log_extra; or {', '.join(ROW_NAMES)}; and images"
 )
+IMAGES = "images"  # of any form: those of each sample's prompt
 MAX_SHOWN = 120  # characters of an argument
 MAX_SHOWN_COLUMNS = 12
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -297,6 +304,11 @@ def _arguments(
     `noted` take what it says beside its rewards.
     """
     columns: dict[str, object] = {name: list(values) for name, values in batch.columns.items()}
+    is_named = IMAGES in inspect.signature(function).parameters
+    if batch.images and (is_named or takes_any(function)):
+        columns[IMAGES] = opened(batch.images)
+    elif is_named:
+        columns.setdefault(IMAGES, [[] for _ in batch.queries])
     labels, responses = list(batch.labels), list(batch.responses)
     if names := _verl_names(function):
         sources = columns.get("data_source") or columns.get("datasource") or [""] * len(batch)
@@ -319,6 +331,12 @@ def _arguments(
         "log_metric": ({} if logs is None else logs).__setitem__,
         "log_extra": ({} if noted is None else noted).__setitem__,
     }
+
+
+def opened(images: Sequence[Sequence[Picture]]) -> "list[list[Image]]":
+    """Return the images of each sample, decoded; samples of a prompt share them."""
+    open_once = cache(Picture.open)
+    return [[open_once(picture) for picture in of_sample] for of_sample in images]
 
 
 def _verl_names(function: RewardFunction) -> Sequence[str]:

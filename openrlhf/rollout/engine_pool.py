@@ -109,7 +109,9 @@ class EnginePool:
     async def act(self, request: RolloutRequest) -> list[Rollout]:
         """Return the samples of a prompt, with their texts; raises EngineError."""
         prompt = request.prompt
-        asked = GenerationRequest(request.name, prompt.prompt_token_ids, request.sampling)
+        asked = GenerationRequest(
+            request.name, prompt.prompt_token_ids, request.sampling, prompt.images
+        )
         completions = await self.dispatcher.sample(asked)
         if len(completions) != asked.sampling.num_samples:
             raise EngineError(

@@ -24,6 +24,7 @@ from openrlhf.rollout.async_controller import AsyncController, AsyncLimits, Key
 from openrlhf.rollout.rollout import GroupStream, Rollouts
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.utils.console import notice
+from openrlhf.utils.images import read_picture, write_pictures
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.progress import Quiet
 from openrlhf.utils.rollout import Rollout, fields_of
@@ -33,7 +34,8 @@ WAIT_S = 4 * 3600.0  # for samples, or the end of running ones; no call of an en
 CLOSE_S = 40.0  # until what runs must have ended
 
 GROUPS = "finished_groups.pt"
-OF_PROMPT = {"group_id", "row_id", "label", "datasource", "columns", "source_prompt"}
+OF_PROMPT = {"group_id", "row_id", "label", "datasource", "columns", "source_prompt", "images"}
+IMAGES = "finished_images"  # those of the samples, once each; they name them by their hashes
 
 # A prompt whose samples wait for their step: its key, the steps that ended since it was started.
 SavedGroup = tuple[Key, int, list[Rollout]]
@@ -259,7 +261,13 @@ def write_groups(folder: Path, groups: Sequence[SavedGroup], sampling: SamplingS
     """
     if groups:
         own = partial(fields_of, left_out=OF_PROMPT)
-        kept = [(key, age, list(map(own, rollouts))) for key, age, rollouts in groups]
+        kept = [
+            (key, age, [own(r) | {"images": [i.sha256 for i in r.images]} for r in rollouts])
+            for key, age, rollouts in groups
+        ]
+        write_pictures(
+            folder / IMAGES, (i for _, _, group in groups for r in group for i in r.images)
+        )
         content = io.BytesIO()
         torch.save((repr(sampling), kept), content)
         (folder / GROUPS).write_bytes(content.getbuffer())
@@ -276,6 +284,12 @@ def read_groups(
     groups = []
     for key, age, rollouts in kept if written == repr(sampling) else ():
         # A step gives it its group id.
-        shared = {"group_id": 0, **prompts[key[1]].of_samples}
-        groups.append((key, age, [Rollout(**shared, **own) for own in rollouts]))
+        prompt = prompts[key[1]]
+        shared, known = {"group_id": 0, **prompt.of_samples}, {i.sha256: i for i in prompt.images}
+        for own in rollouts:  # an agent's environment may have images too
+            names = own.pop("images", ())
+            own["images"] = tuple(
+                known.get(name) or read_picture(folder / IMAGES / f"{name}.png") for name in names
+            )
+        groups.append((key, age, [Rollout(**shared | own) for own in rollouts]))
     return groups

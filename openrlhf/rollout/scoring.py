@@ -277,6 +277,7 @@ def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
         sample_ids=[r.sample_id for r in rollouts],
         source_prompts=[r.source_prompt for r in rollouts],
         response_ids=[r.token_ids[r.action_mask].tolist() for r in rollouts],
+        images=[r.images for r in rollouts] if any(r.images for r in rollouts) else (),
         global_step=max((int(r.weight_versions[-1]) for r in rollouts), default=0),
     )
 

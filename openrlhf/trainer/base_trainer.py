@@ -29,9 +29,11 @@ from openrlhf.errors import ConfigError, NumericsError
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
+from openrlhf.models.vision import freeze_tower
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.console import notice, warn
 from openrlhf.utils.gpus import peak_memory_gib
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.metrics import Metrics, Values, merged, standard_errors
 from openrlhf.utils.outcome import num_since_best, stopped_early
 from openrlhf.utils.packing import Batch
@@ -57,6 +59,10 @@ class SampleSet(Protocol[SampleT_co]):
     def lengths(self) -> Tensor:
         """Return the tokens of every sample, (len,) int64."""
 
+    @property
+    def costs(self) -> Tensor:
+        """Return the work of every sample in tokens, (len,) int64."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> SampleT_co: ...
@@ -78,6 +84,7 @@ class Inputs:
     tokenizer: Tokenizer
     samples: SampleSet[Any]
     eval_samples: SampleSet[Any] | None = None
+    image_processor: ImageProcessor | None = None  # of a model that reads pictures
 
 
 def num_updates(config: SupervisedConfig, num_samples: int) -> int:
@@ -89,6 +96,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     """Trains one model on samples; a recipe gives samples, model and loss."""
 
     name: ClassVar[str]  # name of the command
+    reads_pictures: ClassVar[bool] = False
     data_set: ClassVar[type[TokenizedDataset]]  # that makes samples of rows
     scores: ClassVar[bool] = False  # True of a model with a scalar head
     # Metrics by which evaluations may be compared; the first one, unless --save_best names another.
@@ -117,6 +125,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.history: list[Values] = []  # of the logged steps, as far as hints look
         self.clock = RunClock(0)
         self._lengths: Lengths = inputs.samples.lengths.tolist()
+        self._costs: Lengths = inputs.samples.costs.tolist()
 
     @classmethod
     def check(cls, config: Any, tokenizer: Tokenizer) -> None:
@@ -281,7 +290,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Do one optimizer step over a global batch; return this rank's metrics."""
         times = [time.monotonic()]
         self.engine.module.train()
-        parts = list(self.own_batches(self.samples, rows, self._lengths))
+        parts = list(self.own_batches(self.samples, rows, self._costs))
         denominators: dict[str, float] = {}
         for part, batch in parts:
             for name, number in self.counts(batch).items():
@@ -314,7 +323,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Return metrics over the whole evaluation set, all ranks together."""
         assert self.eval_samples is not None, "there is no evaluation set"
         self.engine.module.eval()
-        lengths, parts = self.eval_samples.lengths.tolist(), []
+        lengths, parts = self.eval_samples.costs.tolist(), []
         with progress("evaluating", len(lengths), is_shown=self.strategy.is_main) as advance:
             batches = self.eval_batches(len(lengths))
             count = math.ceil(MIN_PARTS / (len(batches) * self.strategy.topology.dp_size))
@@ -469,5 +478,7 @@ def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool =
     model = load_causal_lm(model_path, config)
     if not has_dropout:
         disable_dropout(model)
+    if config.model.freeze_visual_encoder:
+        freeze_tower(model)
     with_aux_loss = config.model.aux_loss_coef > 0
     return Actor(add_lora(model, config.ds.lora), with_aux_loss=with_aux_loss)

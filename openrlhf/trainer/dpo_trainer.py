@@ -26,6 +26,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
 
     name = "dpo"
     data_set = PreferenceDataset
+    reads_pictures = True
     judged_by = ("acc", "loss", "reward_margin")
 
     def __init__(self, config: DPOConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
@@ -64,7 +65,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         return {"num_pairs": float(len(batch)), "num_chosen_tokens": float(num_tokens.sum())}
 
     def collate(self, samples: Sequence[PreferencePair]) -> PreferenceBatch:
-        return pack_pairs(samples)
+        return pack_pairs(samples, self.inputs.image_processor)
 
     def compute_loss(
         self, batch: PreferenceBatch, denominators: Mapping[str, float]

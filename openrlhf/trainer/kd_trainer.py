@@ -117,6 +117,7 @@ class KDTrainer(SFTTrainer):
     """The loss against a teacher on the responses of the data."""
 
     name = "kd"
+    reads_pictures = False
 
     def __init__(self, config: KDConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         super().__init__(config, inputs, strategy)
@@ -167,7 +168,9 @@ class KDTrainer(SFTTrainer):
         if self.is_on_policy:
             with timed("generation", metrics):
                 self.samples = self.answers(rows)
-            self._lengths = {row: len(own.token_ids) for row, own in self.samples.items()}
+            self._costs = self._lengths = {
+                row: len(own.token_ids) for row, own in self.samples.items()
+            }
         return metrics.merge(super().train_step(rows))
 
     def answers(self, rows: Sequence[int]) -> dict[int, SFTExample]:

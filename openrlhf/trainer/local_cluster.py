@@ -11,9 +11,10 @@ from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.distributed.collectives import shut_down
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.models.loading import load_config, resolve_dtype
+from openrlhf.models.loading import image_processor_of, load_config, resolve_dtype
 from openrlhf.trainer.ppo_utils.demands import ClusterView, RoleDemand
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.tensors import dtype_name
 
 MAX_NUM_SEQS = 256  # that an engine samples at once
@@ -55,7 +56,8 @@ def local_cluster(
             worker.setup()
             groups[role] = WorkerGroup(worker)
         if config.vllm.num_engines:
-            engines = [VLLMEngine(engine_config(config, dtype=dtype, resume_step=resume_step))]
+            settings = engine_config(config, dtype=dtype, resume_step=resume_step)
+            engines = [VLLMEngine(settings, policy_processor(config))]
             stack.callback(engines[0].shutdown)
         yield Cluster(local_demands(config, classes), None, dtype, groups, engines)
 
@@ -89,6 +91,12 @@ def engine_config(
         "trust_remote_code": config.trust_remote_code,
         "distributed_executor_backend": executor,
     }
+
+
+def policy_processor(config: GenerationRunConfig) -> ImageProcessor | None:
+    """Return the image processor of the policy, None for one of texts alone."""
+    path, trust = config.policy_path, config.trust_remote_code
+    return image_processor_of(config, path, load_config(path, trust_remote_code=trust))
 
 
 def policy_dtype(config: GenerationRunConfig, *, has_gpus: bool) -> torch.dtype:

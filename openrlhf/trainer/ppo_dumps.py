@@ -24,13 +24,17 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.console import notice, warn
+from openrlhf.utils.images import write_pictures
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout, fields_of
+from openrlhf.utils.rollout_files import images_of
+from openrlhf.utils.run_folder import IMAGES
 
 FACTS, SAMPLES = "step.json", "samples.pt"
 # Columns of an experience that models computed, and that advantages are made of.
 COMPUTED = ("old_logprobs", "ref_logprobs", "values")
 OF_DATA = ("label", "datasource", "columns", "source_prompt")  # any values; a replay needs none
+# The images of samples lie in a folder of the step, once each, and are named by their hashes.
 
 
 @dataclass
@@ -93,7 +97,12 @@ class StepDump:
         columns = {name: getattr(self.experience, name, None) for name in COMPUTED}
         known = {name: column for name, column in columns.items() if column is not None}
         content = io.BytesIO()
-        samples = [fields_of(rollout, left_out=OF_DATA) for rollout in self.rollouts]
+        samples = [
+            fields_of(rollout, left_out=(*OF_DATA, "images"))
+            | {"images": [image.sha256 for image in rollout.images]}
+            for rollout in self.rollouts
+        ]
+        write_pictures(self.folder / IMAGES, images_of(self.rollouts))
         torch.save({"samples": samples, "computed": self.experience and known}, content)
         (self.folder / SAMPLES).write_bytes(content.getbuffer())
 

@@ -9,6 +9,7 @@ from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.rewards.base import RewardSource
 from openrlhf.utils.console import notice
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.tokenizer import Tokenizer, TokenTexts
 
 
@@ -25,6 +26,7 @@ class RunInputs:
     sampling: SamplingSettings
     eval_sampling: SamplingSettings
     vocab_size: int
+    image_processor: ImageProcessor | None = None  # of a policy that reads pictures
     reward_source: RewardSource | None = None  # functions or servers; None: local models, agents
     updates: Sequence[int] = (0,)  # optimizer steps of every rollout batch
     pass_rate: str | None = None  # by which evaluations are compared; None: there are none

@@ -48,7 +48,7 @@ from openrlhf.utils.console import notice
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.outcome import num_since_best, reward_alone, say_outcome, stopped_early
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.rollout_files import rollout_row, write_rollouts
+from openrlhf.utils.rollout_files import images_of, rollout_row, write_rollouts
 from openrlhf.utils.run_folder import DUMPS
 from openrlhf.utils.samples import example_of, show_samples
 from openrlhf.utils.step_line import RunClock, eval_line, hints, needed_history, step_line
@@ -406,10 +406,11 @@ class PPOTrainer:
         file = write_rollouts(
             inputs.run_dir,
             global_step,
-            [rollout_row(rollout) for rollout in samples.rollouts],
+            [rollout_row(rollout, inputs.image_processor) for rollout in samples.rollouts],
             num_kept=self.config.rollout.num_kept_files,
             kind="eval_step",
             token_texts=inputs.token_texts,
+            images=images_of(samples.rollouts),
         )
         values = evaluation_metrics(samples.rollouts, (inputs.eval_sampling.num_samples, 1))
         self.tracker.log(global_step, values)
@@ -480,7 +481,7 @@ class PPOTrainer:
     ) -> Path | None:
         """Write the samples of the step with what was computed for them; return the file."""
         with timed("write_samples", metrics):
-            rows = [rollout_row(rollout) for rollout in rollouts]
+            rows = [rollout_row(rollout, self.inputs.image_processor) for rollout in rollouts]
             for row, columns in zip(rows, experience.learned_columns(), strict=True):
                 row.update(columns)
             num_kept = self.config.rollout.num_kept_files
@@ -491,6 +492,7 @@ class PPOTrainer:
                 rows,
                 num_kept=num_kept,
                 token_texts=self.inputs.token_texts,
+                images=images_of(rollouts),
             )
 
     def log(self, global_step: int) -> None:

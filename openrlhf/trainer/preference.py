@@ -30,6 +30,7 @@ from openrlhf.trainer.base_trainer import (
     load_actor,
 )
 from openrlhf.utils.console import notice
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.packing import Batch, PackedBatch
 
 
@@ -38,7 +39,7 @@ class ReferencedSamples(Generic[SampleT]):
 
     def __init__(self, samples: SampleSet[SampleT], sums: Sequence[Sequence[float]]) -> None:
         self.samples = samples
-        self.lengths = samples.lengths
+        self.lengths, self.costs = samples.lengths, samples.costs
         self._sums = sums
 
     def __len__(self) -> int:
@@ -72,12 +73,16 @@ class PreferenceBatch(Batch):
         return len(self.labels)
 
 
-def pack_pairs(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
+def pack_pairs(
+    pairs: Sequence[PreferencePair], processor: ImageProcessor | None = None
+) -> PreferenceBatch:
     """Pack pairs: sequence 2i of the row is the chosen side of pair i, 2i + 1 the rejected one."""
     token_ids = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     masks = [mask for pair in pairs for mask in (pair.chosen_mask, pair.rejected_mask)]
     margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float32)
-    return PreferenceBatch.of(pairs, PackedBatch.from_sequences(token_ids, masks), margins)
+    packed = PackedBatch.from_sequences(token_ids, masks)
+    packed = packed.with_pictures([pair.images for pair in pairs for _ in range(2)], processor)
+    return PreferenceBatch.of(pairs, packed, margins)
 
 
 def by_side(values: Tensor) -> Tensor:

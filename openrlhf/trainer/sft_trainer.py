@@ -19,6 +19,7 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
 
     name = "sft"
     data_set = SFTDataset
+    reads_pictures = True
     judged_by = ("gpt_loss", "acc")
 
     @classmethod
@@ -31,9 +32,11 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
         return {"num_tokens": float(batch.target_mask.sum())}
 
     def collate(self, samples: Sequence[SFTExample]) -> PackedBatch:
-        return PackedBatch.from_sequences(
+        packed = PackedBatch.from_sequences(
             [sample.token_ids for sample in samples], [sample.loss_mask for sample in samples]
         )
+        pictures = [sample.images for sample in samples]
+        return packed.with_pictures(pictures, self.inputs.image_processor)
 
     def compute_loss(
         self, batch: PackedBatch, denominators: Mapping[str, float]

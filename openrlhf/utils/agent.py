@@ -81,6 +81,7 @@ class OpenAISession:
     api_key: str
     model: str
     columns: Mapping[str, object]  # further columns of the prompt's row
+    images: Sequence[str] = ()  # of the prompt, as data URLs
 
 
 class RemoteInstance:
@@ -114,7 +115,7 @@ class AgentInstanceBase(ABC):
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Start an episode.
 
-        `states` has observation (the prompt) and label. Return {"observation": text}.
+        `states` has observation (the prompt), label and images. Return {"observation": text}.
         """
         return {"observation": states["observation"]}
 
@@ -124,7 +125,8 @@ class AgentInstanceBase(ABC):
 
         `states` has observation_text, action_text, label, sampling_params and is_truncated (the
         turn was cut at a length limit). Return rewards, environment_feedback (text or token ids)
-        and done; optionally scores, extra_logs and sampling_params.
+        and done; optionally scores, extra_logs, sampling_params and environment_images, with a
+        placeholder for each in the text.
         """
 
 
@@ -167,7 +169,8 @@ class AgentExecutorBase:
         """
         engine = llm_engine or self.llm_engine
         instance = await self._call(make_instance, self.agent_instance_cls)
-        start = await self._call(instance.reset, {"observation": prompt, "label": label})
+        states = {"observation": prompt, "label": label, "images": images}
+        start = await self._call(instance.reset, states)
         text = text_of(start, "observation")
         token_ids = list(engine.encode_prompt(text))
         action_ranges: list[tuple[int, int]] = []
@@ -192,7 +195,7 @@ class AgentExecutorBase:
             reward += as_number(answer.get("rewards"), "rewards")
             if flag_of(answer, "done"):
                 break
-            feedback_ids, feedback = encoded_feedback(engine, answer.get("environment_feedback"))
+            feedback_ids, feedback = encoded_feedback(engine, answer)
             token_ids += feedback_ids
             text += output.text + feedback
             sampling_params = answer.get("sampling_params") or sampling_params
@@ -275,10 +278,15 @@ def dict_of(answer: Any) -> Mapping[str, Any]:
     return answer
 
 
-def encoded_feedback(engine: Any, feedback: Any) -> tuple[Sequence[int], str]:
+def encoded_feedback(engine: Any, answer: Mapping[str, Any]) -> tuple[Sequence[int], str]:
     """Return the token ids and the text of an environment's feedback; raises BadAnswerError."""
+    feedback, images = answer.get("environment_feedback"), answer.get("environment_images")
+    if images is not None and not isinstance(images, (list, tuple)):
+        raise BadAnswerError(f"environment_images is a {type(images).__name__}. Return a list.")
     if isinstance(feedback, str):
-        return engine.encode_feedback(feedback), feedback
+        return engine.encode_feedback(feedback, images or ()), feedback
+    if images:
+        raise BadAnswerError("environment_images needs text as environment_feedback.")
     if isinstance(feedback, (list, tuple)) and all(isinstance(i, int) for i in feedback):
         return feedback, ""
     raise BadAnswerError(

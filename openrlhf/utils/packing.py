@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from openrlhf.utils.images import ImageProcessor, Images, Picture
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -24,7 +26,8 @@ class Batch:
     def to(self, device: torch.device | str) -> Self:
         """Return the same batch on another device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor | Batch)}
+        movable = Tensor | Batch | Images
+        moved = {name: v.to(device) for name, v in values.items() if isinstance(v, movable)}
         return replace(self, **moved)
 
 
@@ -41,6 +44,8 @@ class PackedBatch(Batch):
     target_mask: (
         Tensor  # (T,) bool, False on the first token of every sequence (nothing predicts it)
     )
+    images: Images | None = None  # of all sequences, in their order
+    num_images: tuple[int, ...] = ()  # of each of the B sequences, if there are any
 
     @classmethod
     def from_sequences(
@@ -53,6 +58,16 @@ class PackedBatch(Batch):
             "the first token of a sequence cannot be a target"
         )
         return batch
+
+    def with_pictures(
+        self, pictures: Sequence[Sequence[Picture]], processor: ImageProcessor | None
+    ) -> "PackedBatch":
+        """Return the batch with the pixels of the pictures of each of its B sequences."""
+        found = [picture for each in pictures for picture in each]
+        if not found:
+            return self
+        assert processor is not None, "only models with an image processor read pictures"
+        return replace(self, images=processor.pixels(found), num_images=tuple(map(len, pictures)))
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.errors import EngineError
+from openrlhf.utils.images import Picture
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class PromptRecord:
     datasource: str = "default"
     columns: dict[str, object] = field(default_factory=dict)  # the row's other columns
     source: object = None  # the prompt as its row has it: text, or messages
+    images: tuple[Picture, ...] = ()  # each has its run of placeholders in the token ids
 
     @property
     def of_samples(self) -> dict[str, Any]:
@@ -40,6 +42,7 @@ class PromptRecord:
             "datasource": self.datasource,
             "columns": self.columns,
             "source_prompt": self.source,
+            "images": self.images,
         }
 
 
@@ -74,6 +77,7 @@ class Rollout:
     source_prompt: object = None
     plain_response: str = ""
     extra_columns: dict[str, object] = field(default_factory=dict)  # what it noted beside rewards
+    images: tuple[Picture, ...] = ()  # that `token_ids` have places for, in order
 
     @property
     def num_actions(self) -> int:

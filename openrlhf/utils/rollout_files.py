@@ -1,42 +1,57 @@
 """Samples of steps and evaluations as parquet files in the run folder, one row a sample."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from openrlhf.utils.console import warn_once
+from openrlhf.utils.images import ImageProcessor, Picture, write_pictures
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.run_folder import ROLLOUTS
+from openrlhf.utils.run_folder import IMAGES, ROLLOUTS
 
+STEPS_PER_CLEANING = 50  # it reads a column of all files
 TextsOf = Callable[[Sequence[int]], Sequence[str]]  # of tokens
 
 
-def rollout_row(rollout: Rollout) -> dict[str, object]:
+def rollout_row(rollout: Rollout, processor: ImageProcessor | None = None) -> dict[str, object]:
     """Return a sample as a row of a file of rollouts; lists have a value for each token of the
-    whole sequence, or for each sampled one.
+    whole sequence, or for each sampled one. `images` names files in the folder of images, and the
+    place of their tokens.
     """
-    versions = rollout.weight_versions
-    return rollout.extra_columns | {
-        "sample_id": rollout.sample_id,
-        "row": rollout.row_id + 1,
-        "group_id": rollout.group_id,
-        "episode_id": rollout.episode_id,
-        "datasource": rollout.datasource,
-        "prompt": rollout.prompt_text,
-        "response": rollout.response_text,
-        "label": rollout.label,
-        "reward": rollout.reward,
-        "reward_parts": rollout.reward_parts,
-        "score": rollout.score,
-        "finish_reason": rollout.finish_reason,
-        "num_actions": rollout.num_actions,
-        "weight_version": int(versions[-1]),
-        "token_ids": rollout.token_ids.numpy(),
-        "action_mask": rollout.action_mask.numpy(),
-        "logprobs": rollout.logprobs.numpy(),
-        "weight_versions": versions.numpy(),
-    }
+    versions, images = rollout.weight_versions, rollout.images
+    seen: dict[str, object] = {}
+    if images and processor is not None:
+        runs = processor.runs(rollout.token_ids.tolist(), images)
+        seen["images"] = [
+            {"sha256": image.sha256, "width": image.width, "height": image.height}
+            | {"start": start, "num_tokens": num_tokens}
+            for image, (start, num_tokens) in zip(images, runs, strict=True)
+        ]
+    return (
+        rollout.extra_columns
+        | seen
+        | {
+            "sample_id": rollout.sample_id,
+            "row": rollout.row_id + 1,
+            "group_id": rollout.group_id,
+            "episode_id": rollout.episode_id,
+            "datasource": rollout.datasource,
+            "prompt": rollout.prompt_text,
+            "response": rollout.response_text,
+            "label": rollout.label,
+            "reward": rollout.reward,
+            "reward_parts": rollout.reward_parts,
+            "score": rollout.score,
+            "finish_reason": rollout.finish_reason,
+            "num_actions": rollout.num_actions,
+            "weight_version": int(versions[-1]),
+            "token_ids": rollout.token_ids.numpy(),
+            "action_mask": rollout.action_mask.numpy(),
+            "logprobs": rollout.logprobs.numpy(),
+            "weight_versions": versions.numpy(),
+        }
+    )
 
 
 def write_rollouts(
@@ -47,11 +62,12 @@ def write_rollouts(
     num_kept: int,
     kind: Literal["step", "eval_step"] = "step",
     token_texts: TextsOf | None = None,
+    images: Iterable[Picture] = (),
 ) -> Path | None:
     """Write one step's samples as parquet, one row a sample, over an earlier attempt's:
-    `rollouts/step_000001.parquet`, those of an evaluation `rollouts/eval_step_000001.parquet`.
-    Return the file, or None where a full disk lost it, which is said once. The last `num_kept`
-    files of each kind stay.
+    `rollouts/step_000001.parquet`, those of an evaluation `rollouts/eval_step_000001.parquet`;
+    their images beside them, once each. Return the file, or None where a full disk lost it, which
+    is said once. The last `num_kept` files of each kind stay.
 
     Rows may differ in their columns; a missing one is null. Values parquet has no common type for
     are written as JSON text. `token_texts` returns the text of each token: it makes the column of
@@ -64,15 +80,40 @@ def write_rollouts(
     unfinished = path.with_suffix(".partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        write_pictures(folder.parent / IMAGES, images)
         pyarrow.parquet.write_table(_as_table(rows, token_texts), unfinished)
         unfinished.replace(path)
         earlier = [other for other in folder.glob(f"{kind}_*.parquet") if other <= path]
-        for other in sorted(earlier)[:-num_kept]:
+        removed = sorted(earlier)[:-num_kept]
+        for other in removed:
             other.unlink()
+        if removed and step % STEPS_PER_CLEANING == 0:
+            _remove_unseen(folder)
     except OSError as error:
         warn_once(f"rollouts cannot be written to {folder} ({error}); training goes on.")
         return None
     return path
+
+
+def images_of(rollouts: Iterable[Rollout]) -> Iterator[Picture]:
+    """Yield the images of samples."""
+    return (image for rollout in rollouts for image in rollout.images)
+
+
+def _remove_unseen(folder: Path) -> None:
+    """Remove images that no file of this folder names any more."""
+    import pyarrow.parquet  # noqa: PLC0415 - heavy
+
+    if not (folder.parent / IMAGES).exists():
+        return
+    seen: set[str] = set()
+    for path in folder.glob("*.parquet"):
+        table = pyarrow.parquet.ParquetFile(path).read(columns=["images"])
+        named = table.column("images").to_pylist() if table.num_columns else []
+        seen.update(image["sha256"] for images in named for image in images or ())
+    for path in (folder.parent / IMAGES).iterdir():
+        if path.stem not in seen:
+            path.unlink()
 
 
 def _as_table(rows: Sequence[Mapping[str, object]], token_texts: TextsOf | None) -> object:

@@ -19,6 +19,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.hub import cached_file
 
 from openrlhf.config.local_paths import is_template_text
 from openrlhf.errors import ConfigError, first_line
@@ -71,6 +72,8 @@ def load_tokenizer(
             f"{name_or_path} holds no tokenizer. Copy the files of the model's tokenizer into it "
             "(tokenizer.json, tokenizer_config.json), or give a folder that has them."
         )
+    if (template := _processors_template(name_or_path)) is not None:
+        tokenizer.chat_template = template
     if chat_template:
         if not is_template_text(chat_template):
             chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
@@ -81,6 +84,16 @@ def load_tokenizer(
         own = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
         tokenizer.pad_token = own or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def _processors_template(name_or_path: str) -> str | None:
+    """Return the chat template of a model's processor, which knows its pictures, if there is one in
+    a file of its own.
+    """
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    options["_raise_exceptions_for_connection_errors"] = False
+    file = cached_file(name_or_path, "chat_template.json", **options)
+    return None if file is None else json.loads(Path(file).read_text())["chat_template"]
 
 
 def _with_defaults(tokenizer: Tokenizer, variables: str) -> str | dict[str, str]:

@@ -7,6 +7,7 @@ descriptor, is no message. The other way is trusted, and pickled.
 
 import asyncio
 import atexit
+import base64
 import itertools
 import json
 import multiprocessing
@@ -126,7 +127,7 @@ class Channel:
 
 
 def to_json(message: Message) -> bytes:
-    """Return a message of a worker, with dataclasses and errors as objects."""
+    """Return a message of a worker, with dataclasses and errors as objects, bytes as base64."""
     return json.dumps(message, default=_fields).encode()
 
 
@@ -136,7 +137,9 @@ def from_json(data: bytes) -> Message:
     return kind, number, _error_of(**value) if kind == "error" else value
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: Any) -> dict[str, Any] | str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     if not isinstance(value, OpenRLHFError):
         return vars(value)
     kind, trace = getattr(value, "kind", ""), value.user_traceback

@@ -14,6 +14,11 @@ import transformers
 from openrlhf.commands.chat import AnswerStream, Chat, say
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ChatConfig
+from openrlhf.engines.base import GenerationRequest, SamplingSettings
+from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.errors import ConfigError
+from openrlhf.utils.images import read_picture
+from tests.helpers import tiny_vision
 
 GREEDY = "--temperature 0 --repetition_penalty 1 --max_len 48"
 
@@ -163,3 +168,40 @@ def test_the_command_talks_through_its_streams_until_ctrl_c(tiny_model_dir):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, b"\nGoodbye.\n")
     assert b"Traceback" not in err
+
+
+def test_pictures_go_with_a_line_and_stay_in_the_conversation(tmp_path, monkeypatch, capsys):
+    model = tiny_vision.make("qwen2_5_vl", tmp_path / "model")
+    small, wide = tiny_vision.noise(28, 28), tiny_vision.noise(28, 56, 1)
+    small.save(tmp_path / "small.png")
+    wide.save(tmp_path / "wide.png")
+    words = ["--pretrain", str(model), *GREEDY.split(), "--apply_chat_template"]
+    words += ["--image", str(tmp_path / "small.png")]
+    chat = Chat(parse_config(ChatConfig, words).config)
+    chat.max_len = 60
+    lines = f"what\n/image nowhere.png\n/image {tmp_path}/wide.png\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    chat.talk()
+    assert "--image nowhere.png: " in capsys.readouterr().out
+    assert [(image.width, image.height) for image in chat.images] == [(28, 28)]
+    assert [(image.width, image.height) for image in chat.added] == [(56, 28)]
+    chat.max_len = 2048
+    ids = chat.prompt_for("\ufdd1?")
+    assert ids.count(chat.processor.image_token_id) == 1 + 2
+    # The first response is that of the model to the picture and the line.
+    one = read_picture(small)
+    text = "<|user|><|vision_start|><|image_pad|><|vision_end|>what<|end|><|assistant|>"
+    encoded = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+    sampling = SamplingSettings(temperature=0.0, max_new_tokens=60 - len(encoded))
+    asked = GenerationRequest("r", tuple(encoded), sampling, (one,))
+    hf_model = transformers.AutoModelForImageTextToText.from_pretrained(model).eval()
+    [[answer]] = OwnGenerate(hf_model, processor=chat.processor).generate([asked])
+    said = chat.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    assert chat.turns == [("\ufdd1what", said)]
+
+
+@pytest.mark.parametrize("flags", [["--apply_chat_template"], []])
+def test_a_picture_that_cannot_be_shown_is_refused(tiny_model_dir, flags):
+    words = ["--pretrain", str(tiny_model_dir), "--image", "a.png", *flags]
+    with pytest.raises(ConfigError, match=r"--image a\.png: only a model that reads images"):
+        Chat(parse_config(ChatConfig, words).config)

@@ -202,12 +202,6 @@ def test_help_about_a_word_is_the_settings_that_hold_it(capsys):
     )
 
 
-def test_help_marks_what_is_not_built():
-    text = " ".join(help_text(PPOConfig, "openrlhf ppo", ["vision"]).split())
-    for flag in ("--actor.freeze_visual_encoder", "--data.max_images_per_prompt INT"):
-        assert f"{flag} [not built yet: vision-language models]" in text
-
-
 SFT_NEEDS = ["--pretrain", "m", "--dataset", "d", "--save_path", "run"]
 
 

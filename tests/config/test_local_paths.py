@@ -44,14 +44,13 @@ def problems(config_class: type, line: str) -> list[str]:
 def test_all_of_a_line_are_said_with_its_other_problems() -> None:
     line = (
         "--pretrain ./none --prompt_data rows.jsonl,gone.jsonl --eval_dataset /gone/rows "
-        "--remote_rm_url gone.py --gamma 2 --max_images_per_prompt 2 "
+        "--remote_rm_url gone.py --gamma 2 "
         "--critic_pretrain ~/no-such-model"
     )
     with pytest.raises(ConfigError) as caught:
         parse_config(PPOConfig, line.split(), more_problems=start_problems)
     assert caught.value.problems == [
         "--gamma must be at most 1.0: 2. Type a value at most 1.0.",
-        "not yet implemented: --max_images_per_prompt (vision-language models). Leave it out.",
         f"--eval_dataset /gone/rows does not exist. {DATA_REMEDY}",
         "--remote_rm_url gone.py does not exist. Type the path of a .py file.",
         f"--prompt_data gone.jsonl does not exist. {DATA_REMEDY}",

@@ -5,11 +5,17 @@ import torch
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.utils.images import Picture
 from openrlhf.utils.rollout import Rollout, sequence_tensors
 
 
 def rollout(
-    prompt: list[int], response: list[int], *, reward: float = 1.0, group: int = 0
+    prompt: list[int],
+    response: list[int],
+    *,
+    reward: float = 1.0,
+    group: int = 0,
+    images: tuple[Picture, ...] = (),
 ) -> Rollout:
     token_ids, action_mask = sequence_tensors(prompt, response)
     return Rollout(
@@ -24,13 +30,14 @@ def rollout(
         prompt_text="p",
         response_text="r",
         reward=reward,
+        images=images,
     )
 
 
-def largest_gap(model_dir, rollouts, temperature) -> float:
+def largest_gap(model_dir, rollouts, temperature, processor=None) -> float:
     """The most that engine and trainer differ in the log-prob of a sampled token."""
     experience = Experience.from_rollouts(rollouts)
     actor = Actor(load_causal_lm(model_dir))
     with torch.no_grad():
-        logprobs = actor(experience.packed(), temperature=temperature).logprobs
+        logprobs = actor(experience.packed(processor), temperature=temperature).logprobs
     return float((logprobs - experience.rollout_logprobs).abs().max())

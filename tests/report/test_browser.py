@@ -10,9 +10,19 @@ from pathlib import Path
 import pytest
 
 from openrlhf.report.report import write_report
+from openrlhf.utils.images import read_picture
+from openrlhf.utils.rollout_files import write_rollouts
 from tests.browser import NEEDS_CHROMIUM, Browser
+from tests.helpers import tiny_vision
 from tests.report.large_run import served, write_large_run
-from tests.report.run_folders import ATTACK, SEARCHES, make_run, write_metrics
+from tests.report.run_folders import (
+    ATTACK,
+    SEARCHES,
+    make_run,
+    sample,
+    training_record,
+    write_metrics,
+)
 
 pytestmark = NEEDS_CHROMIUM
 VIEWS = ("overview", "curves", "time", "samples", "settings")
@@ -291,3 +301,48 @@ def test_a_hundred_thousand_samples_are_paged_through(browser, tmp_path):
         browser.wait(lambda: browser.texts("#tokens span"))
         picture(browser, "large_sample")
         assert browser.complaints() == []
+
+
+def run_with_images(path: Path) -> Path:
+    """A run of a step of one sample, with two images of one and of two tokens side by side."""
+    pictures = [tiny_vision.noise(28, 28 * size, size) for size in (1, 2)]
+    images = [read_picture(picture) for picture in pictures]
+    texts = ["<img>", "<pad>", "<pad>", "<pad>", "?", "red"]
+    row = sample(1, 0, 0) | {
+        "prompt": "<img><pad><pad>?",  # as a data set has it: a place for each
+        "token_ids": [1, 2, 2, 2, 3, 4],
+        "token_texts": texts,
+        "action_mask": [False] * 5 + [True],
+        "images": [
+            {"sha256": image.sha256, "width": image.width, "height": 28} | place
+            for image, place in zip(
+                images, ({"start": 1, "num_tokens": 1}, {"start": 2, "num_tokens": 2}), strict=True
+            )
+        ],
+    }
+    write_metrics(path, [training_record(1, 0)])
+    write_rollouts(path, 1, [row], num_kept=9, images=images)
+    return path
+
+
+@pytest.mark.parametrize("place", ["file", "server"])
+def test_a_sample_shows_its_images_and_words_in_place_of_their_tokens(browser, tmp_path, place):
+    run_dir = run_with_images(tmp_path / "run")
+    (tmp_path / "moved").mkdir()
+    write_report([run_dir], tmp_path / "moved" / "report.html")
+    with served([run_dir]) as address:
+        url = (tmp_path / "moved" / "report.html").as_uri() if place == "file" else address
+        browser.open(url, "samples")
+        browser.wait(lambda: browser.texts("#table .tabulator-row"))
+        browser.click("#table .tabulator-row", 0)
+        browser.wait(lambda: browser.texts("#table .tabulator-row"))
+        browser.click("#table .tabulator-row", 0)
+        browser.wait(lambda: browser.texts("#tokens span"))
+        words = ["[image 1: 28x28, 1 token]", "[image 2: 56x28, 2 tokens]"]
+        assert browser.texts("#images figcaption") == words
+        assert browser.texts("#tokens span") == ["<img>", *words, "?", "red"]
+        assert f"<img>{words[0]}{words[1]}?" in browser.texts("#sample td")
+        sizes = "return [...document.images].map((image) => [image.naturalWidth, image.complete])"
+        assert browser.run(sizes) == [[28, True], [56, True]]
+        assert browser.complaints() == []
+        picture(browser, f"images_{place}")

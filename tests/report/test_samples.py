@@ -12,7 +12,9 @@ import pytest
 from openrlhf.report import samples
 from openrlhf.report.sample_index import Query, SampleIndex
 from openrlhf.report.samples import excerpt, spread, step_files
+from openrlhf.utils.images import read_picture
 from openrlhf.utils.rollout_files import write_rollouts
+from tests.helpers import tiny_vision
 from tests.report.large_run import served, write_large_run
 from tests.report.run_folders import SEARCHES, make_run, sample
 
@@ -168,3 +170,15 @@ def test_a_hundred_thousand_samples_open_in_2_s_and_a_page_turns_in_200_ms(tmp_p
         if not slow:
             break
     assert slow == {}
+
+
+def test_an_image_whose_file_is_gone_or_elsewhere_is_not_shown(tmp_path):
+    picture = read_picture(tiny_vision.noise(28, 28))
+    place = {"width": 28, "height": 28, "start": 1, "num_tokens": 1}
+    names = [picture.sha256, "gone", "../other"]
+    row = sample(1, 0, 0) | {"images": [{"sha256": name, **place} for name in names]}
+    write_rollouts(tmp_path, 1, [row], num_kept=9, images=[picture])
+    (tmp_path / "other.png").write_bytes(picture.data)
+    [found] = excerpt(tmp_path, step_files(tmp_path))
+    assert [image["src"] is not None for image in found["images"]] == [True, False, False]
+    assert read_picture(found["images"][0]["src"]).open() == picture.open()

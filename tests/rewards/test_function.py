@@ -2,12 +2,15 @@
 
 import math
 import textwrap
+from dataclasses import replace
 
 import pytest
+from PIL import Image
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, concat_results
 from openrlhf.rewards.function import CallableReward, UserFunctions
+from openrlhf.utils.images import Picture, read_picture
 
 
 def batch_of(size: int, **columns: list[object]) -> RewardBatch:
@@ -325,3 +328,41 @@ def test_weights_are_those_of_places_or_of_functions(files):
         "--reward_weights has 1 values for the 3 functions of --remote_rm_url: exact, short, "
         "long. Type one weight for each function."
     )
+
+
+RED = read_picture(Image.new("RGB", (4, 2), (255, 0, 0)))
+SEES = """
+def reward_func(queries, prompts, labels, images):
+    return [sum(image.size[0] for image in of_sample) for of_sample in images]
+""", """
+def redness(completions, images):
+    return [sum(image.getpixel((0, 0))[0] for image in of_sample) for of_sample in images]
+""", """
+def compute_score(data_source, solution_str, ground_truth, images=None):
+    return len(images)
+""", """
+def any_columns(completions, **columns):
+    return [len(images) for images in columns["images"]]
+"""  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "rewards"), zip(SEES, [[4, 0, 8], [255, 0, 510], [1, 0, 2], [1, 0, 2]], strict=True)
+)
+def test_a_function_of_any_form_sees_the_images_of_each_sample(tmp_path, code, rewards):
+    functions = reward_from(tmp_path, code)
+    seen = replace(batch_of(3), images=[(RED,), (), (RED, RED)])
+    assert functions.answer(seen).rewards == rewards
+    [part] = seen.parts(2)[1:]
+    assert functions.answer(part).rewards == rewards[2:]
+
+
+def test_a_function_that_sees_images_gets_empty_lists_where_there_are_none(tmp_path):
+    assert reward_from(tmp_path, SEES[0]).answer(batch_of(2)).rewards == [0, 0]
+    own = batch_of(2, images=["a", "bc"])  # a column of a run without images
+    assert reward_from(tmp_path, SEES[3]).answer(own).rewards == [1, 2]
+
+
+def test_images_that_no_function_reads_are_not_decoded(tmp_path):
+    batch = replace(batch_of(1), images=[(Picture(b"no picture", "", 1, 1),)])
+    assert answering(tmp_path, "[1.0]").answer(batch).rewards == [1.0]

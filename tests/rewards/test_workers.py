@@ -7,16 +7,19 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards import workers
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.workers import FunctionPool
 from openrlhf.utils import worker_process
+from openrlhf.utils.images import read_picture
 from tests.helpers.processes import ends
 
 # The label of the first sample says what the function does.
@@ -317,3 +320,13 @@ def test_ctrl_c_reaches_no_worker_that_starts(tmp_path: Path) -> None:
     words = [sys.executable, "-c", INTERRUPTED, str(path)]
     done = subprocess.run(words, capture_output=True, start_new_session=True, check=False)
     assert (done.stdout, done.stderr) == (b"[1.0]\n", b"")
+
+
+def test_a_function_in_a_worker_sees_images(make_pool: MakePool) -> None:
+    code = """
+        def sizes(completions, images):
+            return [float(sum(image.size[0] for image in each)) for each in images]
+    """
+    picture = read_picture(Image.new("RGB", (4, 2)))
+    batch = replace(batch_of(1, 2), images=[(picture,), (picture, picture)])
+    assert make_pool(code).submit(batch).result().rewards == [4.0, 8.0]

@@ -202,6 +202,7 @@ def make_trainer(
             folder=folder,  # goes with the trainer
             run_dir=Path(folder.name),
             token_texts=lambda token_ids: [str(token_id) for token_id in token_ids],
+            image_processor=None,
             prompts=Prompts(prompts),
             eval_prompts=prompts[:1],
             texts=None,

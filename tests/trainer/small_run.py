@@ -34,7 +34,7 @@ FACTS = DataFacts("tokens", NUM_SAMPLES)
 class Vectors:
     """Random vectors, each 3 'tokens' long."""
 
-    lengths = torch.full((NUM_SAMPLES,), 3)
+    costs = lengths = torch.full((NUM_SAMPLES,), 3)
 
     def __len__(self) -> int:
         return NUM_SAMPLES

@@ -10,11 +10,16 @@ from pathlib import Path
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
+from openrlhf.engines.base import SamplingSettings
 from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.rollout_queue import SavedGroup, read_groups, write_groups
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
+from openrlhf.utils.images import read_picture
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.rollout import PromptRecord
+from tests.helpers import rollouts as samples
+from tests.helpers import tiny_vision
 from tests.trainer.fakes import TrainerBroke, World, make_trainer
 
 
@@ -107,3 +112,18 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
         file.write(b" ")
     saved = store.latest()
     assert saved is not None and saved.step == 1
+
+
+def test_finished_samples_keep_the_images_of_their_prompt_and_of_an_environment(tmp_path: Path):
+    """Those of the prompt are read from the data set again: its file may be no PNG."""
+    of_prompt = read_picture(tiny_vision.noise(28, 28))
+    of_tool = read_picture(tiny_vision.noise(28, 56, 1))
+    prompt = PromptRecord(4, "p", (7, 8), images=(of_prompt,))
+    kept = samples.rollout([7, 8], [9], images=(of_prompt, of_tool))
+    groups = [((0, 0), 1, [kept, samples.rollout([7, 8], [5])])]
+    sampling = SamplingSettings()
+    write_groups(tmp_path, groups, sampling)
+    [(key, age, [first, second])] = read_groups(tmp_path, [prompt], sampling)  # type: ignore
+    assert (key, age, second.images) == ((0, 0), 1, ())
+    assert first.images[0] is of_prompt
+    assert first.images[1].open() == of_tool.open()

@@ -15,6 +15,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.trainer.ppo_utils.update_plan import (
     num_updates_per_rollout,
 )
+from openrlhf.utils.images import Picture
 from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
 
@@ -96,3 +97,24 @@ def test_the_time_for_all_shares_does_not_grow_with_the_ranks() -> None:
 
     few, many = (min(seconds(n) for _ in range(5)) for n in (4, 64))
     assert many < 4 * few  # sixteen times as long if each share walked through the whole batch
+
+
+BIG, SMALL = (Picture(bytes([k]) * 100_000, f"sha{k}", 28, 28) for k in range(2))
+
+
+def test_images_stay_with_their_samples_and_a_prompt_s_samples_carry_them_once() -> None:
+    samples = [
+        rollout([k], [1], group=k % 3, images=((BIG,), (), (SMALL, BIG))[k % 3]) for k in range(6)
+    ]
+    whole = Experience.from_rollouts(samples)
+    assert whole.select([2, 1, 0]).images == ((SMALL, BIG), (), (BIG,))
+    assert whole.having(()).images == whole.images
+    assert whole.stand_in().images == ()
+    assert Experience.from_rollouts(THREE).images == ()
+    sent = pickle.dumps(whole)
+    assert 200_000 < len(sent) < 210_000
+    assert pickle.loads(sent).images == whole.images
+    for share in planned_shares(whole, 2, train_batch_size=3, max_epochs=2, seed=0):
+        for step in share:
+            numbers = step.experience.group_ids.tolist()
+            assert step.experience.images == tuple(samples[k].images for k in numbers)

@@ -19,6 +19,7 @@ from openrlhf.distributed.collectives import shut_down
 from openrlhf.trainer.base_trainer import BaseTrainer
 from openrlhf.utils.tracker import read_metrics
 from tests.distributed.spawn import meet_elsewhere, run_ranks
+from tests.helpers import tiny_vision
 from tests.source import ROOT
 from tests.tiny import make_model, write_jsonl
 
@@ -33,18 +34,19 @@ FEATURES = {
     "QLoRA": "--load_in_4bit --lora_rank 4",
     "padded rows": "",
     "experts": "",
+    "images": "",
     "Adam offload": "--adam_offload",
     "sleep": "--deepspeed_enable_sleep",
     "dynamic batch": "--use_dynamic_batch --train_max_tokens_per_gpu 40",
     "DeepCompile": "--deepcompile",
 }
-MODELS = {"padded rows": "bloom", "experts": "mixtral"}
+MODELS = {"padded rows": "bloom", "experts": "mixtral", "images": "qwen2_5_vl"}
 # Values of one setting: no pair.
 ONE_OF = [
     {"ring", "Ulysses"},
     {"ZeRO-1", "ZeRO-2", "ZeRO-3"},
     {"LoRA", "QLoRA"},
-    {"padded rows", "experts"},
+    {"padded rows", "experts", "images"},
 ]
 # What is refused, and how the line begins.
 REFUSED = {
@@ -55,6 +57,10 @@ REFUSED = {
     ("tensor parallel", "QLoRA"): "--ds_tensor_parallel_size 2 with --lora_rank: ",
     ("tensor parallel", "padded rows"): "--ds_tensor_parallel_size 2: ",
     ("tensor parallel", "experts"): "--ds_tensor_parallel_size 2: ",
+    ("ring", "images"): "--ring_attn_size 2: ",
+    ("Ulysses", "images"): "--ring_attn_size 2: ",
+    ("tensor parallel", "images"): "--ds_tensor_parallel_size 2: ",
+    ("QLoRA", "images"): "--load_in_4bit: ",
     ("ZeRO-3", "QLoRA"): "--load_in_4bit with --zero_stage 3: ",
     ("padded rows", "dynamic batch"): "--use_dynamic_batch: ",
     ("ring", "DeepCompile"): "--deepcompile with --ring_attn_size 2: ",
@@ -83,7 +89,8 @@ def kind(pair: tuple[str, str]) -> tuple[str, str]:
 def run(folder: Path, name: str, family: str, flags: str) -> list[float] | str:
     """The losses of a run on this world, or the lines that refuse it."""
     meet_elsewhere()
-    words = f"--pretrain {folder}/{family} --dataset {folder}/rows.jsonl {COMMON} {flags}"
+    rows = "pictures.jsonl" if family == MODELS["images"] else "rows.jsonl"
+    words = f"--pretrain {folder}/{family} --dataset {folder}/{rows} {COMMON} {flags}"
     out = folder / name.replace(" ", "-")
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), sleeping("sleep" in name):
@@ -139,11 +146,20 @@ def run_all(folder: Path) -> dict[tuple[str, str], tuple[list[float], list[float
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict:
     pytest.importorskip("bitsandbytes")
     folder = tmp_path_factory.mktemp("matrix")
-    for family in ("qwen2", *MODELS.values()):
+    make_inputs(folder)
+    return run_ranks(run_all, 4, folder)[0]  # type: ignore[return-value]
+
+
+def make_inputs(folder: Path) -> None:
+    """Models and rows; of those with images only every third has one, so ranks differ."""
+    for family in {"qwen2", *MODELS.values()} - {MODELS["images"]}:
         make_model(folder / family, family, num_heads=8, num_kv_heads=4)
+    tiny_vision.make(MODELS["images"], folder / MODELS["images"])
+    tiny_vision.noise(28, 56).save(folder / "it.png")
     rows = [{"input": f"{n}+{n}=", "output": str(2 * n) * (1 + n % 3)} for n in range(24)]
     write_jsonl(folder / "rows.jsonl", rows)
-    return run_ranks(run_all, 4, folder)[0]  # type: ignore[return-value]
+    seen = [row | {"images": ["it.png"] if n % 3 == 0 else []} for n, row in enumerate(rows)]
+    write_jsonl(folder / "pictures.jsonl", seen)
 
 
 @pytest.mark.slow

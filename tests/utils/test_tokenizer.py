@@ -159,3 +159,10 @@ def test_stop_ids_outside_of_the_vocabulary_are_refused():
     check_stop_ids((0, 31), 32)
     with pytest.raises(ConfigError, match=r"--stop_token_ids 32 is no .*Type ids of 0\.\.31\."):
         check_stop_ids((5, 32), 32)
+
+
+def test_the_chat_template_of_a_processor_is_that_of_its_tokenizer(tmp_path):
+    """As in the folders of Qwen2.5-VL, whose tokenizer's own template knows no pictures."""
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }} seen"}')
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages }} seen"

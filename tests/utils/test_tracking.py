@@ -1,5 +1,6 @@
 """Sinks write what they were given, and none of them can stop or slow a run."""
 
+import io
 import json
 import math
 import sqlite3
@@ -9,8 +10,10 @@ import time
 import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 
 from openrlhf.config.common import LoggerConfig, WandbConfig
+from openrlhf.utils.images import Picture, read_picture
 from openrlhf.utils.rollout_files import write_rollouts
 from openrlhf.utils.sinks import BackgroundSink
 from openrlhf.utils.tracker import Tracker, make_tracker, read_metrics
@@ -172,3 +175,31 @@ def test_the_files_of_the_last_steps_stay(tmp_path):
         write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=2)
     names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert names == ["step_000004.parquet", "step_000005.parquet"]
+
+
+def test_images_are_kept_once_and_as_long_as_a_file_names_them(tmp_path):
+    red, blue = (read_picture(Image.new("RGB", (4, 2), colour)) for colour in ("red", "blue"))
+    jpeg = io.BytesIO()
+    Image.new("RGB", (4, 2), "lime").save(jpeg, format="JPEG")
+    lime = read_picture(jpeg.getvalue())
+
+    def write(step: int, *images: Picture, kind: str = "step") -> list[str]:
+        rows = [{"images": [{"sha256": image.sha256}]} for image in images]
+        write_rollouts(
+            tmp_path, step, rows or [{"reward": 1.0}], num_kept=1, kind=kind, images=images
+        )
+        return sorted(path.name for path in (tmp_path / "images").glob("*"))
+
+    def names(*images: Picture) -> list[str]:
+        return sorted(f"{image.sha256}.png" for image in images)
+
+    assert write(0, red, kind="eval_step") == names(red)
+    assert write(50, red, lime, red) == names(red, lime)
+    assert write(100, blue) == names(red, blue)  # the evaluation has the red one
+    assert write(150) == names(red)
+    [path] = (tmp_path / "images").iterdir()
+    assert path.read_bytes() == red.data
+    write(200, lime)
+    kept = read_picture(tmp_path / "images" / f"{lime.sha256}.png")
+    assert kept.data.startswith(b"\x89PNG")
+    assert kept.open().tobytes() == lime.open().tobytes()

@@ -391,10 +391,21 @@ async function showSample(place) {
     element("th", name, row);
     element("td", typeof value === "object" ? JSON.stringify(value) : value, row);
   }
+  showImages(sample.images || []);
   find("#colours").hidden = !shown.tokens;
   find("#token").textContent = shown.tokens ? "Point at a token for its numbers." : "The file of this step has no tokens.";
   colourTokens();
   find("#sample").scrollIntoView({ block: "nearest" });
+}
+
+function showImages(images) {
+  const box = find("#images");
+  box.replaceChildren();
+  for (const image of images) {
+    const figure = element("figure", null, box);
+    if (image.src) Object.assign(element("img", null, figure), { src: image.src, alt: "" });
+    element("figcaption", image.words, figure);
+  }
 }
 
 const prefixed = (prefix, values) => Object.fromEntries(Object.entries(values || {}).map(([name, value]) => [prefix + name, value]));
@@ -417,8 +428,12 @@ function colourTokens() {
   const known = tokens.map((token) => token[name]).filter((value) => value != null);
   const colourOf = !known.length ? () => "" : DIVERGING[name] ? diverging(name, known, scale) : listed(known, scale);
   if (!known.length) scale.textContent = "The file of this step does not have these numbers.";
+  const images = shown.sample.images || [];
   for (const token of tokens) {
-    const span = element("span", token.text.replace(/\n/g, "⏎\n"), box, token.action_mask ? "" : "not-sampled");
+    const image = images.find(({ start, num_tokens }) => start <= token.place && token.place < start + num_tokens);
+    if (image && token.place > image.start) continue;
+    const text = image ? image.words : token.text.replace(/\n/g, "⏎\n");
+    const span = element("span", text, box, token.action_mask ? "" : "not-sampled");
     span.dataset.place = token.place;
     if (token[name] != null) span.style.background = colourOf(token[name]);
   }

@@ -26,6 +26,7 @@ from openrlhf.utils.agent import (
     as_number,
     flag_of,
 )
+from openrlhf.utils.images import ImageProcessor, Picture, PictureError, read_picture
 from openrlhf.utils.rollout import PromptRecord, check_completion
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, outside_vocabulary
 
@@ -59,6 +60,7 @@ class AgentSetup:
     max_steps: int = 10_000  # turns of an episode
     step_timeout_s: float = 300.0  # of one call of the environment
     episode_timeout_s: float = 3600.0  # of all turns together, generation included
+    image_processor: ImageProcessor | None = None  # of a policy that sees images
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,15 @@ class Segment:
     weight_versions: list[int] = field(default_factory=list)  # A
     num_turns: int = 0
     is_truncated: bool = False
+    images: tuple[Picture, ...] = ()  # that the tokens have places for, in order
 
-    def extend(self, prompt_token_ids: Sequence[int], completion: Completion) -> None:
-        """Append what stands between the last turn and this one, and this turn."""
+    def extend(
+        self, prompt_token_ids: Sequence[int], completion: Completion, images: tuple[Picture, ...]
+    ) -> None:
+        """Append what stands between the last turn and this one, and this turn; `images` are those
+        of the whole prompt.
+        """
+        self.images = images
         between = prompt_token_ids[len(self.token_ids) :]
         self.token_ids += [*between, *completion.token_ids]
         self.action_mask += [False] * len(between) + [True] * len(completion.token_ids)
@@ -133,6 +141,7 @@ class Episode:
         self.segments: list[Segment] = []
         self.answers: list[object] = []  # put into the result queue
         self.engine_error: EngineError | None = None  # ends the run, whatever user code makes of it
+        self.images = [*request.prompt.images]  # that prompts may have places for, in order
         self.sessions: list[object] = []  # of clients; they live as long as the episode
         self.num_requests = 0
         self.is_closed = False
@@ -142,12 +151,14 @@ class Episode:
         self,
         prompt_token_ids: Sequence[int],
         completion: Completion,
+        images: Sequence[Picture] = (),
         *,
         fills_context: bool = True,
     ) -> None:
         """Note a turn; EngineError for an impossible one, AgentError after the end.
 
-        `fills_context`: the turn had all the room there was, so that cutting it cut the episode.
+        `images` are those of the prompt. `fills_context`: the turn had all the room there was, so
+        that cutting it cut the episode.
         """
         ids, logprobs = completion.token_ids, completion.logprobs
         check_completion(self.request.sample_id, ids, logprobs, vocab_size=self.setup.vocab_size)
@@ -159,7 +170,7 @@ class Episode:
                 begun = [Segment(prompt.copy(), [False] * len(prompt), len(prompt))]
                 self.segments += begun
             segment = max(begun, key=lambda segment: len(segment.token_ids))
-            segment.extend(prompt, completion)
+            segment.extend(prompt, completion, tuple(images))
             segment.is_truncated |= fills_context and completion.finish_reason == "length"
 
     def check_open(self) -> None:
@@ -294,8 +305,8 @@ class ResultQueue:
 class TextCodec:
     """A tokenizer as episodes need it; one for each thread, for tokenizers are not shared."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, processor: ImageProcessor | None = None) -> None:
+        self.tokenizer, self.processor = tokenizer, processor
         self.encoder = TextEncoder(tokenizer)
 
     def encode_prompt(self, text: str, episode: Episode) -> list[int]:
@@ -303,11 +314,44 @@ class TextCodec:
         prompt = episode.request.prompt
         if text == prompt.prompt_text:
             return list(prompt.prompt_token_ids)
-        return self.encoder.encode_prompt(text)
+        ids = self.encoder.encode_prompt(text)
+        return self.expanded(ids, episode.images[: self.num_places(ids)])
 
-    def encode_continuation(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str, images: Sequence[Picture] = ()) -> list[int]:
         """Return the ids of text behind other text: no BOS, no prefix space."""
-        return self.encoder.encode_segments([_PLAIN_START, text])[1]
+        return self.expanded(self.encoder.encode_segments([_PLAIN_START, text])[1], images)
+
+    def num_places(self, token_ids: Sequence[int]) -> int:
+        """Return the number of ids that stand for an image, or for a part of one."""
+        return 0 if self.processor is None else [*token_ids].count(self.processor.image_token_id)
+
+    def expanded(self, token_ids: Sequence[int], images: Sequence[Picture]) -> list[int]:
+        """Return the ids with as many placeholders as each image has tokens, instead of one."""
+        if self.processor is None and images:
+            raise BadAnswerError("there are images, and the policy is a model of texts alone")
+        if self.processor is None or len(token_ids) == 0:
+            return [*token_ids]
+        try:
+            return self.processor.expand(token_ids, images)
+        except PictureError as error:
+            place = self.tokenizer.convert_ids_to_tokens(self.processor.image_token_id)
+            raise BadAnswerError(f"{error}. Write one {place} for each image.") from error
+
+    def images_in(self, token_ids: Sequence[int], images: Sequence[Picture]) -> list[Picture]:
+        """Return the first of these images that expanded ids have places for."""
+        num_left, found = self.num_places(token_ids), []
+        for image in images if num_left else ():
+            assert self.processor is not None, "there are places"
+            found.append(image)
+            num_left -= self.processor.num_tokens(image)
+            if num_left <= 0:
+                break
+        if num_left:
+            raise BadAnswerError(
+                f"the prompt has {self.num_places(token_ids)} tokens of images, and the images of "
+                f"the episode do not fill them. Give {{'multi_modal_data': {{'image': [...]}}}}."
+            )
+        return found
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids."""
@@ -319,8 +363,10 @@ async def sample_turn(
     prompt_ids: Sequence[int],
     params: object,
     codec: TextCodec,
+    images: Sequence[Picture] | None = None,
 ) -> Completion:
-    """Sample and record one turn of an episode, on any thread and loop.
+    """Sample and record one turn of an episode, on any thread and loop. `images` are those of the
+    prompt; None: the first ones of the episode.
 
     Raises AgentError for what cannot be asked, EngineError.
     """
@@ -337,11 +383,12 @@ async def sample_turn(
     settings = turn_settings(params, run.sampling, room=room, vocab_size=vocab_size)
     episode.num_requests += 1
     name = f"{run.sample_id}/t{episode.num_requests}"
-    request = GenerationRequest(name, tuple(prompt_ids), settings)
+    seen = tuple(codec.images_in(prompt_ids, episode.images) if images is None else images)
+    request = GenerationRequest(name, tuple(prompt_ids), settings, seen)
     try:
         completion = await asyncio.wrap_future(episode.ask(run.sample_id, request))
         fills_context = settings.max_new_tokens == room
-        episode.record(prompt_ids, completion, fills_context=fills_context)
+        episode.record(prompt_ids, completion, seen, fills_context=fills_context)
     except EngineError as error:
         episode.engine_error = error
         raise
@@ -391,18 +438,30 @@ class AgentEngine:
     ) -> PendingTurn:
         """Sample one turn of the running episode: await it, or iterate over it with `async for`.
 
-        `prompt` is text, token ids or {"prompt_token_ids": ids}. The result has `.outputs[0]` with
+        `prompt` is text, token ids or {"prompt_token_ids": ids}; with "multi_modal_data" beside
+        them, these are its images, else the episode's. The result has `.outputs[0]` with
         `.token_ids`, `.text`, `.logprobs` and `.finish_reason`, and `.prompt_token_ids`.
         """
         episode = CURRENT.get(None) or self.outside or current_episode()
         wanted = prompt if prompt_token_ids is None else prompt_token_ids
-        ids, text = prompt_ids_of(wanted, partial(self._codec.encode_prompt, episode=episode))
-        return PendingTurn(self._generate(episode, ids, text, sampling_params))
+        images = images_of(wanted)
+        encode = partial(self._codec.encode_prompt, episode=episode)
+        if images is not None:
+            encode = self._codec.encoder.encode_prompt
+        ids, text = prompt_ids_of(wanted, encode)
+        if images is not None and self._codec.num_places(ids) == len(images):
+            ids = self._codec.expanded(ids, images)
+        return PendingTurn(self._generate(episode, ids, text, sampling_params, images))
 
     async def _generate(
-        self, episode: Episode, ids: list[int], text: str | None, params: object
+        self,
+        episode: Episode,
+        ids: list[int],
+        text: str | None,
+        params: object,
+        images: Sequence[Picture] | None,
     ) -> SimpleNamespace:
-        completion = await sample_turn(episode, ids, params, self._codec)
+        completion = await sample_turn(episode, ids, params, self._codec, images)
         is_bare = bool(named_values(params).get("skip_special_tokens"))
         said = self._codec.decode(completion.token_ids, skip_special_tokens=is_bare)
         return vllm_result(ids, text, said, completion)
@@ -411,9 +470,15 @@ class AgentEngine:
         """Return the ids of a whole prompt; those of the data set where the text is its own."""
         return self._codec.encode_prompt(text, current_episode())
 
-    def encode_feedback(self, text: str) -> list[int]:
-        """Return the ids of text that follows other text; special tokens keep their meaning."""
-        return self._codec.encode_continuation(text)
+    def encode_feedback(self, text: str, images: Sequence[object] = ()) -> list[int]:
+        """Return the ids of text that follows other text; special tokens keep their meaning. It has
+        a placeholder for each of the images, which join those of the episode.
+        """
+        pictures = [read_image(image) for image in images]
+        ids = self._codec.encode_continuation(text, pictures)
+        if pictures:
+            current_episode().images += pictures
+        return ids
 
     def open_session(self, sampling_params: object = None) -> OpenAISession:
         """Return the address under which OpenAI clients talk to the policy in this episode."""
@@ -423,6 +488,25 @@ class AgentEngine:
     async def get_tokenizer(self) -> Tokenizer:
         """Return the policy's tokenizer."""
         return self._codec.tokenizer
+
+
+def images_of(prompt: object) -> list[Picture] | None:
+    """Return the images of a prompt in vLLM's form; None where it says nothing of them."""
+    beside = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if beside is None:
+        return None
+    given = beside.get("image") if isinstance(beside, Mapping) else None
+    return [read_image(image) for image in (given if isinstance(given, list) else [given])]
+
+
+def read_image(value: object) -> Picture:
+    """Return an image of user code: Pillow's, encoded bytes, a path, or base64; raises
+    BadAnswerError.
+    """
+    try:
+        return read_picture(value)
+    except PictureError as error:
+        raise BadAnswerError(f"an image cannot be read: {error}") from error
 
 
 def vllm_result(

@@ -11,6 +11,8 @@ import math
 import multiprocessing
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -24,6 +26,7 @@ from openrlhf.rollout.engine_pool import Dispatcher, Sampler
 from openrlhf.rollout.rollout import RolloutRequest, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.agent import AgentError
+from openrlhf.utils.images import ImageProcessor, Picture, PictureError, read_picture
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import PromptRecord, Rollout
 from openrlhf.utils.tokenizer import Tokenizer
@@ -51,6 +54,7 @@ def checked(found: object, setup: AgentSetup) -> EpisodeResult:
         raise AgentError(f"{problem}: {error.errors()[0]}", "bad_answer") from error
     numbers = [result.reward, result.score or 0.0, *result.extra_logs.values()]
     for segment in result.segments:
+        segment.images = checked_images(segment.token_ids, segment.images, setup, problem)
         ids, num_sampled = segment.token_ids, sum(segment.action_mask)
         sizes = {num_sampled, len(segment.logprobs), len(segment.weight_versions)}
         is_known = all(0 <= token < setup.vocab_size for token in ids)
@@ -60,6 +64,29 @@ def checked(found: object, setup: AgentSetup) -> EpisodeResult:
     if not all(map(math.isfinite, numbers)) or not result.segments:
         raise AgentError(problem, "bad_answer")
     return result
+
+
+def checked_images(
+    token_ids: Sequence[int], sent: Sequence[Picture], setup: AgentSetup, problem: str
+) -> tuple[Picture, ...]:
+    """Return the images that a process sent in base64; raise AgentError for those that are not what
+    they say, or have no places in the ids.
+    """
+    processor = setup.image_processor
+    try:
+        images = tuple(_decoded(image.data) for image in sent)
+        if processor is not None:
+            processor.runs(token_ids, images)
+    except PictureError as error:
+        raise AgentError(f"{problem}: {error}", "bad_answer") from error
+    if images and processor is None:
+        raise AgentError(f"{problem}: the policy sees no images", "bad_answer")
+    return images
+
+
+@lru_cache(256)
+def _decoded(data: bytes) -> Picture:
+    return read_picture(data.decode("ascii", "replace"), allow_paths=False)
 
 
 class AgentWorker:
@@ -140,6 +167,8 @@ class AgentWorker:
             request = REQUEST.validate_python(value)
         except ValidationError as error:
             raise AgentError(f"no request: {error.errors()[0]}", "bad_answer") from error
+        ids, sent = request.prompt_token_ids, request.images
+        request = replace(request, images=checked_images(ids, sent, self.setup, "no request"))
         turn = asyncio.ensure_future(self.sampler.sample(request))
         self._turns[turn] = sample_id
         try:
@@ -226,7 +255,10 @@ class AgentEpisodes:
     def rollouts_of(
         self, prompt: PromptRecord, sample_id: str, result: EpisodeResult, group_id: int
     ) -> list[Rollout]:
-        """Return one rollout for each segment of an episode."""
+        """Return one rollout for each segment of an episode; images of the prompt are the same
+        objects in all of them.
+        """
+        own = {image.sha256: image for image in prompt.images}
         return [
             Rollout(
                 sample_id=f"{sample_id}#{index}" if index else sample_id,
@@ -241,7 +273,8 @@ class AgentEpisodes:
                 if index
                 else prompt.prompt_text,
                 response_text=self._text(segment, segment.num_prompt_tokens, None),
-                **prompt.of_samples,
+                **prompt.of_samples
+                | {"images": tuple(own.get(image.sha256, image) for image in segment.images)},
                 reward=result.reward,
                 score=result.score,
                 extra_logs=result.extra_logs,
@@ -276,7 +309,11 @@ def add_metrics(result: EpisodeResult, metrics: Metrics) -> None:
 
 
 def agent_setup(
-    config: GenerationRunConfig, tokenizer: Tokenizer, *, vocab_size: int
+    config: GenerationRunConfig,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    image_processor: ImageProcessor | None = None,
 ) -> AgentSetup:
     """Return the settings of the agents of a run."""
     return AgentSetup(
@@ -287,4 +324,5 @@ def agent_setup(
         num_tasks=config.train.async_num_tasks,
         step_timeout_s=config.reward.timeout_s,
         episode_timeout_s=config.train.agent_timeout_s,
+        image_processor=image_processor,
     )

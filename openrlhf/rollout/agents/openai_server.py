@@ -24,11 +24,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from openrlhf.datasets.chat import Message, RowError, render, to_messages
+from openrlhf.datasets.pictures import values_in
 from openrlhf.datasets.template_fields import REASONING
 from openrlhf.engines.base import Completion
 from openrlhf.errors import ConfigError, EngineError
 from openrlhf.rollout.agents.episode import Episode, TextCodec, sample_turn, stop_texts
 from openrlhf.utils.agent import AgentError, BadAnswerError, OpenAISession
+from openrlhf.utils.images import Picture, PictureError, read_picture
 
 KEPT_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
 # The form that Hermes and Qwen models write: one JSON object between two marks, any number of them.
@@ -90,7 +92,9 @@ class ChatSession:
         params = {**self.base, **sampling, **({"max_tokens": limit} if limit else {})}
         turn = self.dialogue.prepare(request.messages, request.shown_tools)
         num_prompt_tokens = len(turn.token_ids)
-        completion = await sample_turn(self.episode, turn.token_ids, params, self.codec)
+        completion = await sample_turn(
+            self.episode, turn.token_ids, params, self.codec, turn.images
+        )
         reads_tool_calls = request.shown_tools is not None
         stops = [*self.episode.request.sampling.stop, *stop_texts(params)]
         message = self.dialogue.note(turn, completion, stops, reads_tool_calls=reads_tool_calls)
@@ -184,7 +188,9 @@ class OpenAIServer:
         key = f"sk-{secrets.token_hex(16)}"
         episode.sessions.append(session)
         self._sessions[key] = session
-        return OpenAISession(self.base_url, key, MODEL_NAME, episode.request.prompt.columns)
+        prompt = episode.request.prompt
+        images = [image.data_url() for image in prompt.images]
+        return OpenAISession(self.base_url, key, MODEL_NAME, prompt.columns, images)
 
     def _app(self) -> FastAPI:
         app, router = FastAPI(openapi_url=None), APIRouter(prefix="/v1")
@@ -259,6 +265,7 @@ class Turn:
     tools: object
     rendered: str  # of `spoken`, with the beginning of the answer
     token_ids: list[int]  # prompt, then answer
+    images: list[Picture]  # of the prompt
     text: str = ""  # as it was sampled, without the token or text that ended it
     stop_text: str = ""  # that ended it; empty when it was cut
     message: Message = field(default_factory=dict)  # the assistant's message of the API
@@ -280,10 +287,13 @@ class Dialogue:
 
     def prepare(self, messages: object, tools: object = None) -> Turn:
         """Return the next turn's prompt; BadAnswerError for messages the template refuses."""
-        wanted = [comparable(message) for message in checked_messages(messages)]
-        last = self._turn_before(wanted, tools)
-        continued = None if last is None else self._continue(last, wanted, tools)
-        return continued or self._begin(wanted, tools)
+        reads_images = self.codec.processor is not None
+        known = checked_messages(messages, reads_images=reads_images)
+        wanted = [comparable(message) for message in known]
+        images = [sent_image(value) for value in values_in(messages)] if reads_images else []
+        last = self._turn_before(wanted, images, tools)
+        continued = None if last is None else self._continue(last, wanted, images, tools)
+        return continued or self._begin(wanted, images, tools)
 
     def note(
         self,
@@ -309,7 +319,9 @@ class Dialogue:
         self._turns.append(turn)
         return turn.message
 
-    def _turn_before(self, messages: list[Message], tools: object) -> Turn | None:
+    def _turn_before(
+        self, messages: list[Message], images: list[Picture], tools: object
+    ) -> Turn | None:
         """Return the longest turn whose question and answer the messages begin with."""
         begun = [
             turn
@@ -317,11 +329,14 @@ class Dialogue:
             if len(turn.messages) < len(messages)
             and turn.tools == tools
             and messages[: len(turn.messages)] == turn.messages
+            and images[: len(turn.images)] == turn.images
             and messages[len(turn.messages)] == comparable(turn.message)
         ]
         return max(begun, key=lambda turn: len(turn.messages), default=None)
 
-    def _continue(self, last: Turn, messages: list[Message], tools: object) -> Turn | None:
+    def _continue(
+        self, last: Turn, messages: list[Message], images: list[Picture], tools: object
+    ) -> Turn | None:
         """Return the prompt behind a turn; None where the template does not keep that as it was.
 
         The policy's own words stand in for its message, so that a tool call is not written anew.
@@ -332,13 +347,14 @@ class Dialogue:
         kept = last.rendered + self.codec.encoder.hide(last.text) + last.stop_text
         if not rendered.startswith(kept):
             return None
-        ids = [*last.token_ids, *self.codec.encode_continuation(rendered[len(kept) :])]
-        return Turn(messages, spoken, tools, rendered, ids)
+        new = images[len(last.images) :]
+        ids = [*last.token_ids, *self.codec.encode_continuation(rendered[len(kept) :], new)]
+        return Turn(messages, spoken, tools, rendered, ids, images)
 
-    def _begin(self, messages: list[Message], tools: object) -> Turn:
+    def _begin(self, messages: list[Message], images: list[Picture], tools: object) -> Turn:
         rendered = self._render(messages, tools)
-        ids = self.codec.encoder.encode_prompt(rendered)
-        return Turn(messages, messages, tools, rendered, ids)
+        ids = self.codec.expanded(self.codec.encoder.encode_prompt(rendered), images)
+        return Turn(messages, messages, tools, rendered, ids, images)
 
     def _render(self, messages: Sequence[Message], tools: object) -> str:
         try:
@@ -370,14 +386,27 @@ def with_tool_calls(text: str) -> Message | None:
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
-def checked_messages(messages: object) -> list[Message]:
+def sent_image(value: object) -> Picture:
+    """Return the image of a part of a message, which is sent as a data URL; raises
+    BadAnswerError.
+    """
+    if not isinstance(value, str) or not value.startswith("data:"):
+        shown = f"{value:.80}" if isinstance(value, str) else type(value).__name__
+        raise BadAnswerError(f"an image is {shown}, not a data URL. Send data:image/png;base64,…")
+    try:
+        return read_picture(value, allow_paths=False)
+    except PictureError as error:
+        raise BadAnswerError(f"an image cannot be read: {error}") from error
+
+
+def checked_messages(messages: object, *, reads_images: bool = False) -> list[Message]:
     """Return messages with known roles and text; raises BadAnswerError naming the bad one."""
     if not isinstance(messages, list) or not messages:
         raise BadAnswerError("messages is not a list with at least one message")
     checked = []
     for index, message in enumerate(messages):
         try:
-            (known,) = to_messages([message])
+            (known,) = to_messages([message], reads_pictures=reads_images)
         except RowError as error:
             raise BadAnswerError(f"messages[{index}]: {error}") from error
         checked.append(known)

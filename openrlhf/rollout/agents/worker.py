@@ -78,7 +78,7 @@ class Worker:
 
     def __init__(self, setup: AgentSetup) -> None:
         self.setup = setup
-        self._codec = TextCodec(setup.tokenizer)
+        self._codec = TextCodec(setup.tokenizer, setup.image_processor)
         self._server: Any = None
         self._engine = AgentEngine(self._codec, self._open_session)
         self._loop = asyncio.new_event_loop()
@@ -134,7 +134,7 @@ class Worker:
             from openrlhf.rollout.agents.openai_server import OpenAIServer  # noqa: PLC0415
 
             tokenizer = copy.deepcopy(self._codec.tokenizer)  # the server has its own thread
-            self._server = OpenAIServer(TextCodec(tokenizer))
+            self._server = OpenAIServer(TextCodec(tokenizer, self.setup.image_processor))
         session: OpenAISession = self._server.open_session(episode, params)
         return session
 
@@ -149,8 +149,11 @@ class Worker:
         self._num_episodes += 1
         CURRENT.set(episode)
         prompt, params = request.prompt, first_params(request.sampling, self.setup.max_length)
+        extras = self._extras
+        if "images" in extras and prompt.images:
+            extras = {**extras, "images": [image.open() for image in prompt.images]}
         acting = asyncio.ensure_future(
-            self._executor.execute(prompt.prompt_text, prompt.label, params, **self._extras)
+            self._executor.execute(prompt.prompt_text, prompt.label, params, **extras)
         )
         try:
             await asyncio.wait({acting}, timeout=self.setup.episode_timeout_s)

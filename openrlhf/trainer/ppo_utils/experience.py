@@ -11,12 +11,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from openrlhf.algorithms.tokens import segment_mean, segment_sum
+from openrlhf.utils.images import ImageProcessor, Picture
 from openrlhf.utils.packing import Batch, PackedBatch
 from openrlhf.utils.rollout import Rollout
 
@@ -51,6 +53,8 @@ class Experience(Batch):
     returns: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
     # (N,) in the policy's loss, when it first saw a sample; NaN: it did not need to
     new_logprobs: Tensor | None = field(default=None, metadata=ACTION)
+    # B, or empty where no sample has any: encoded, and shared by the samples of a prompt
+    images: tuple[tuple[Picture, ...], ...] = ()
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "Experience":
@@ -71,23 +75,22 @@ class Experience(Batch):
             action_mask=torch.cat([r.action_mask for r in rollouts]),
             rollout_logprobs=torch.cat([r.logprobs for r in rollouts]),
             weight_versions=torch.cat([r.weight_versions for r in rollouts]),
+            images=tuple(r.images for r in rollouts) if any(r.images for r in rollouts) else (),
         )
 
     def __len__(self) -> int:
         return len(self.seq_lengths)
 
-    def _mapped(self, change: Callable[[str, Tensor], Tensor]) -> "Experience":
-        """Return experience with `change(axis, column)` in place of every column there is."""
-        there = [column for column in fields(self) if getattr(self, column.name) is not None]
-        return Experience(
-            **{c.name: change(c.metadata["axis"], getattr(self, c.name)) for c in there}
-        )
+    @property
+    def _columns(self) -> dict[str, Tensor]:
+        """Return every column there is."""
+        columns = {name: getattr(self, name) for name in AXES}
+        return {name: column for name, column in columns.items() if column is not None}
 
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
         """Return every column there is as numpy sees it, without a copy."""
-        there = {column.name: getattr(self, column.name) for column in fields(self)}
-        return {name: column.numpy() for name, column in there.items() if column is not None}
+        return {name: column.numpy() for name, column in self._columns.items()}
 
     @cached_property
     def _offsets(self) -> dict[str, list[int]]:
@@ -106,11 +109,12 @@ class Experience(Batch):
             offsets = self._offsets.get(AXES[name])
             picked = array[where] if offsets is None else _pieces(array, offsets, indices)
             columns[name] = torch.from_numpy(picked)
-        return Experience(**columns)
+        images = tuple(self.images[index] for index in indices) if self.images else ()
+        return Experience(**columns, images=images)
 
-    def __reduce__(self) -> tuple[Callable[..., "Experience"], tuple[dict[str, np.ndarray]]]:
+    def __reduce__(self) -> tuple[Callable[..., "Experience"], tuple[Any, ...]]:
         """Pickle as numpy arrays, whose memory Ray takes and gives without a copy."""
-        return _from_arrays, (self._arrays,)
+        return _from_arrays, (self._arrays, self.images)
 
     @cached_property
     def episode_of(self) -> tuple[Tensor, Tensor]:
@@ -166,20 +170,23 @@ class Experience(Batch):
     def stand_in(self) -> "Experience":
         """Return a sample of two tokens with the same columns, where a rank has nothing to do."""
         sizes = {"token": 2, "action": 1, "sample": 1}
-        zeros = self._mapped(lambda axis, column: column.new_zeros(sizes[axis]))
-        return replace(
-            zeros,
-            seq_lengths=torch.tensor([2]),
-            num_actions=torch.tensor([1]),
-            action_mask=torch.tensor([False, True]),
+        columns = {name: c.new_zeros(sizes[AXES[name]]) for name, c in self._columns.items()}
+        return Experience(
+            **columns
+            | {
+                "seq_lengths": torch.tensor([2]),
+                "num_actions": torch.tensor([1]),
+                "action_mask": torch.tensor([False, True]),
+            }
         )
 
-    def packed(self) -> PackedBatch:
-        """Return one packed row whose targets are the sampled tokens."""
-        return PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
+    def packed(self, processor: ImageProcessor | None = None) -> PackedBatch:
+        """Return one packed row whose targets are the sampled tokens, with the pixels of images."""
+        row = PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
+        return row.with_pictures(self.images, processor)
 
 
-AXES = {column.name: column.metadata["axis"] for column in fields(Experience)}
+AXES = {column.name: column.metadata["axis"] for column in fields(Experience) if column.metadata}
 
 
 def offsets_of(sizes: Tensor) -> list[int]:
@@ -193,11 +200,14 @@ def _pieces(array: np.ndarray, offsets: Sequence[int], indices: Sequence[int]) -
     return np.concatenate(parts) if parts else array[:0].copy()
 
 
-def _from_arrays(arrays: Mapping[str, np.ndarray]) -> Experience:
+def _from_arrays(
+    arrays: Mapping[str, np.ndarray], images: tuple[tuple[Picture, ...], ...]
+) -> Experience:
     """Return experience over arrays that may be read-only: nothing writes into a column."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return Experience(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+        columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return Experience(**columns, images=images)
 
 
 def scatter_back(

@@ -6,7 +6,12 @@ from contextlib import ExitStack, contextmanager
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.generation import GenerationRunConfig
-from openrlhf.trainer.local_cluster import Cluster, engine_config, policy_dtype
+from openrlhf.trainer.local_cluster import (
+    Cluster,
+    engine_config,
+    policy_dtype,
+    policy_processor,
+)
 from openrlhf.trainer.ppo_utils.demands import role_demands
 from openrlhf.trainer.ray.launcher import RayActorGroup, RaySession, ray_session
 from openrlhf.trainer.ray.placement import place, view_cluster
@@ -58,9 +63,10 @@ def ray_cluster(
             settings = engine_config(
                 config, dtype=dtype, resume_step=resume_step, executor=executor
             )
+            processor = policy_processor(config)
             wait_s = config.train.node_wait_s
             engines = create_vllm_engines(
-                settings, slots["vllm"], run_dir=run_dir, node_wait_s=wait_s
+                settings, slots["vllm"], processor, run_dir=run_dir, node_wait_s=wait_s
             )
         for group in groups.values():
             at_the_end(group.kill)

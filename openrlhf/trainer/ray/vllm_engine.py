@@ -15,6 +15,7 @@ from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.framework_logs import redirect_framework_logs
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.progress import Health
 
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
@@ -23,14 +24,22 @@ MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
 class LLMRayActor(VLLMEngine):
     """A vLLM engine in a process of its own."""
 
-    def __init__(self, settings: Mapping[str, Any], name: str, run_dir: str) -> None:
-        self.settings, self.name, self.run_dir = settings, name, run_dir
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        processor: ImageProcessor | None,
+        name: str,
+        run_dir: str,
+    ) -> None:
+        self.settings, self.processor = settings, processor
+        self.name, self.run_dir = name, run_dir
 
     def ready(self) -> str:
         """Start the engine; return the address of its node."""
         redirect_framework_logs(self.run_dir, self.name, capture_streams=True)
         index = own_gpu()
-        super().__init__(dict(self.settings, device_ids=[index] if index else None))
+        settings = dict(self.settings, device_ids=[index] if index else None)
+        super().__init__(settings, self.processor)
         return node_address()
 
     def health(self) -> Health:
@@ -151,6 +160,7 @@ class RayEngine:
 def create_vllm_engines(
     settings: Mapping[str, Any],
     slots: Sequence[dict[str, Any]],
+    processor: ImageProcessor | None = None,
     *,
     run_dir: str,
     node_wait_s: float = 0.0,
@@ -166,7 +176,7 @@ def create_vllm_engines(
 
         def make(num_starts: int) -> Any:
             own = dict(settings, seed=settings["seed"] + index + len(slots) * num_starts)
-            handle = start_actor(LLMRayActor, (own, name, run_dir), options)
+            handle = start_actor(LLMRayActor, (own, processor, name, run_dir), options)
             if num_starts > 0:
                 wait_for_node(handle, slot, name, node_wait_s)
             return handle

@@ -93,6 +93,7 @@ class FrozenPolicyActor(ModelWorker):
             model,
             stream=self.strategy.topology.dp_rank,
             tokenizer=tokenizer_of(self.config, self.config.policy_path),
+            processor=self.image_processor,
         )
         return sum(p.numel() for p in model.parameters())
 

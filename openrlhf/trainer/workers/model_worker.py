@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,14 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.errors import CheckpointError, NumericsError
 from openrlhf.models.actor import Actor
+from openrlhf.models.loading import image_processor_of, load_config
 from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, UpdateStep
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.gpus import peak_memory_gib
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, Health, progress
@@ -96,6 +99,12 @@ class ModelWorker:
         self.strategy.setup()
         check_here(self.config.ds, is_cuda=self.strategy.device.type == "cuda")
 
+    @cached_property
+    def image_processor(self) -> ImageProcessor | None:
+        """Return the image processor of a policy that sees images, else None."""
+        path, trust = self.config.policy_path, self.config.trust_remote_code
+        return image_processor_of(self.config, path, load_config(path, trust_remote_code=trust))
+
     def init_model(self, *args: Any) -> int:
         """Load the model of the role; return its parameter count."""
         raise NotImplementedError
@@ -143,7 +152,8 @@ class ModelWorker:
         with self.working(what, count) as advance:
             for k in range(count):
                 batch = experience.select(parts[k]) if k < len(parts) else experience.stand_in()
-                outputs.append(forward(batch.packed().to(self.engine.device)).cpu())
+                row = batch.packed(self.image_processor).to(self.engine.device)
+                outputs.append(forward(row).cpu())
                 advance()
         if not parts:
             return torch.zeros(0)
@@ -242,7 +252,8 @@ class TrainedWorker(ModelWorker):
         experience = step.experience.select(indices) if indices else step.experience.stand_in()
         experience = experience.to(self.engine.device)
         noted = notes.metrics if indices else Metrics()
-        loss, columns = self.compute_loss(experience.packed(), experience, step, noted)
+        row = experience.packed(self.image_processor).to(self.engine.device)
+        loss, columns = self.compute_loss(row, experience, step, noted)
         if indices:
             notes.add(experience.places.tolist(), columns)
         groups = experience.group_ids.unique().tolist()[:8]

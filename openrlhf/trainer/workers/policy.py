@@ -14,12 +14,13 @@ from openrlhf.algorithms.tokens import exp_of_log_ratio
 from openrlhf.config.ppo import AdvantageConfig
 from openrlhf.distributed.collectives import world_size
 from openrlhf.distributed.export import check_room
-from openrlhf.distributed.weights import WeightAverage, stored_parameters
+from openrlhf.distributed.weights import WeightAverage, full_parameters, stored_parameters
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
+from openrlhf.models.vision import freeze_tower
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.update_plan import (
     UpdateResult,
@@ -68,6 +69,8 @@ class PolicyModelActor(TrainedWorker):
         config = self.config.actor
         model = load_causal_lm(self.config.policy_path, self.config)
         disable_dropout(model)
+        if config.freeze_visual_encoder:
+            freeze_tower(model)
         with_aux_loss = config.aux_loss_coef > 0
         self.actor = Actor(add_lora(model, self.config.ds.lora), with_aux_loss=with_aux_loss)
         num_parameters = self.prepare(self.actor, config, num_updates)
@@ -258,6 +261,7 @@ class PolicyModelActor(TrainedWorker):
                 weight_version=-1,
                 stream=self.strategy.topology.dp_rank,
                 tokenizer=tokenizer_of(self.config, self.config.policy_path),
+                processor=self.image_processor,
             )
         if self.generator.weight_version != self.weight_version:
             self._refresh(self.generator)
@@ -268,7 +272,7 @@ class PolicyModelActor(TrainedWorker):
         generator.weight_version = self.weight_version
         if generator.model is not self.actor.model:
             held = generator.model.state_dict()
-            for name, tensor in stored_parameters(self.engine.module):
+            for name, tensor in full_parameters(self.engine.module):
                 held[name].copy_(tensor)
 
     def export(self, path: str, tensors: NamedTensors | None = None) -> None:

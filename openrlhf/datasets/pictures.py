@@ -1,0 +1,73 @@
+"""The pictures of a row: the places for them in its messages, and the values they are read from.
+
+In the text of a message one character stands for a picture. A value is all that
+`openrlhf.utils.images.read_picture` reads.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import datasets
+from datasets import Dataset
+
+from openrlhf.datasets.template_fields import PICTURE, Message
+
+TAG = "<image>"  # a place for a picture in text, of rows with a column of pictures
+PART_TYPES = ("image", "image_url", "input_image")
+PART_KEYS = ("image", "image_url", "url", "path", "base64")  # under which a part holds its picture
+
+
+def is_place(part: object) -> bool:
+    """Return True for a content part that is a picture, or a place for one."""
+    return isinstance(part, Mapping) and part.get("type") in PART_TYPES
+
+
+def values_in(value: object) -> list[Any]:
+    """Return the value of each picture in message lists; None of a part that is only a place."""
+    if isinstance(value, Mapping):
+        if is_place(value):
+            found: Any = next((value[key] for key in PART_KEYS if value.get(key) is not None), None)
+            has_url = isinstance(found, Mapping) and found.get("url") is not None
+            return [found["url"] if has_url else found]
+        keys = ("messages", "conversations", "content", "value")
+        return [found for key in keys for found in values_in(value.get(key))]
+    is_list = isinstance(value, (list, tuple))
+    return [found for item in value for found in values_in(item)] if is_list else []  # type: ignore
+
+
+def values_of(column: object) -> list[Any]:
+    """Return the values in a column of one picture or of a list of them."""
+    if column is None or column == "":
+        return []
+    return [*column] if isinstance(column, (list, tuple)) else [column]
+
+
+def with_places(messages: Sequence[Message], num_pictures: int, *, begins: bool) -> list[Message]:
+    """Return messages with a place for each TAG in them; where they begin a dialogue and have no
+    place, with all the pictures of their row before the first words of the user.
+    """
+    if any(PICTURE in str(message["content"]) for message in messages):
+        return [*messages]
+    placed = [_with_content(each, str(each["content"]).replace(TAG, PICTURE)) for each in messages]
+    asked = next((i for i, message in enumerate(placed) if message["role"] == "user"), None)
+    has_places = any(PICTURE in str(message["content"]) for message in placed)
+    if begins and not has_places and asked is not None:
+        text = PICTURE * num_pictures + str(placed[asked]["content"])
+        placed[asked] = _with_content(placed[asked], text)
+    return placed
+
+
+def _with_content(message: Message, text: str) -> Message:
+    return {**message, "content": text} if isinstance(message["content"], str) else message
+
+
+def undecoded(rows: Dataset, column: str) -> Dataset:
+    """Return the rows with pictures of this column as their files' bytes, which are then checked
+    row by row.
+    """
+    feature = rows.features[column]
+    if isinstance(feature, datasets.Image):
+        return rows.cast_column(column, datasets.Image(decode=False))
+    if isinstance(getattr(feature, "feature", None), datasets.Image):
+        return rows.cast_column(column, datasets.List(datasets.Image(decode=False)))
+    return rows

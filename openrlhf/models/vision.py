@@ -1,0 +1,79 @@
+"""Inputs of vision-language models beside the tokens of a row, and the parts of one that see.
+
+A row without pictures gets a sequence with a blank one: the ranks of ZeRO all call the tower, or
+they would wait for each other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from openrlhf.utils.images import Images
+from openrlhf.utils.packing import PackedBatch
+
+TOWER = "visual"  # the module with tower and projector, in every family
+
+
+def tower_parameters(model: PreTrainedModel) -> Iterator[nn.Parameter]:
+    """Yield the parameters of the tower and of the projector behind it."""
+    for name, parameter in model.named_parameters():
+        if f"{TOWER}." in name:
+            yield parameter
+
+
+def freeze_tower(model: PreTrainedModel) -> None:
+    """Train the language model alone."""
+    for parameter in tower_parameters(model):
+        parameter.requires_grad_(requires_grad=False)
+
+
+def with_blank(batch: PackedBatch, config: Any) -> PackedBatch:
+    """Return a row that has pictures: itself, or one with a blank picture of one token behind it,
+    a sequence of its own without a target.
+    """
+    if batch.images is not None:
+        return batch
+    vision, device = config.vision_config, batch.token_ids.device
+    side, channels = vision.spatial_merge_size, getattr(vision, "in_channels", 3)
+    width = channels * vision.temporal_patch_size * vision.patch_size**2
+    grid = torch.tensor([[1, side, side]], device=device)
+    return replace(
+        batch,
+        token_ids=torch.cat([batch.token_ids, batch.token_ids.new_tensor([config.image_token_id])]),
+        seq_lengths=(*batch.seq_lengths, 1),
+        target_mask=torch.cat([batch.target_mask, batch.target_mask.new_zeros(1)]),
+        images=Images(torch.zeros(side**2, width, device=device), grid),
+        num_images=(*(0 for _ in batch.seq_lengths), 1),
+    )
+
+
+def vision_inputs(
+    model: PreTrainedModel, batch: PackedBatch
+) -> tuple[PackedBatch, dict[str, Tensor]]:
+    """Return a row as a vision-language model reads it, and its inputs beside tokens."""
+    batch = with_blank(batch, model.config)
+    assert batch.images is not None, "each row has some"
+    positions = rotary_positions(model, batch)[:, None]
+    pixels, grid = batch.images.pixels, batch.images.grid
+    return batch, {"position_ids": positions, "pixel_values": pixels, "image_grid_thw": grid}
+
+
+def rotary_positions(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    """Return positions in time, height and width of every token in its sequence, (3, T)."""
+    assert batch.images is not None, "of a row with pictures"
+    ids, found = batch.token_ids.cpu().split(batch.seq_lengths), []
+    grids = batch.images.grid.cpu().split(batch.num_images)
+    for ids_T, grid in zip(ids, grids, strict=True):
+        if not len(grid):
+            found.append(torch.arange(len(ids_T)).expand(3, -1))
+            continue
+        kinds = (ids_T == model.config.image_token_id).int()
+        positions, _ = model.model.get_rope_index(
+            ids_T[None], mm_token_type_ids=kinds[None], image_grid_thw=grid
+        )
+        found.append(positions[:, 0])
+    return torch.cat(found, dim=-1).to(batch.token_ids.device)

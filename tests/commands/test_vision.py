@@ -1,0 +1,94 @@
+"""What a command says of a model that reads pictures, before it loads one: of pictures in `check`,
+and of all that does not go with them in one line each.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from openrlhf.cli import check
+from openrlhf.commands import rl_inputs
+from tests.helpers import tiny_vision
+from tests.integration.commands import exit_code
+from tests.tiny import make_model, write_jsonl
+
+REWARD = "def reward_func(queries, prompts, labels):\n    return [0.0 for _ in queries]\n"
+ROW = {"prompt": "<image>what?", "images": ["a.png"], "answer": "b", "rejected": "c", "label": 1}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    tiny_vision.make("qwen3_vl", folder / "vision")
+    make_model(folder / "text")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def folder(models, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    for name in ("vision", "text"):
+        Path(name).symlink_to(models / name)
+    tiny_vision.noise(56, 84).save("a.png")
+    rows = [ROW, ROW | {"prompt": "look: <image> and <image>", "images": ["a.png"] * 2}]
+    write_jsonl("rows.jsonl", rows)
+    Path("reward.py").write_text(REWARD)
+    return tmp_path
+
+
+ANSWERED = "--dataset rows.jsonl --input_key prompt --output_key answer"
+SFT = f"sft --pretrain vision {ANSWERED}"
+PPO = (
+    "ppo-local --pretrain vision --prompt_data rows.jsonl --input_key prompt --label_key answer "
+    "--rollout_batch_size 2 --train_batch_size 2 --n_samples_per_prompt 1 --prompt_max_len 99 "
+    "--generate_max_len 9"
+)
+
+
+def test_check_shows_size_and_tokens_of_each_picture(capsys):
+    """84x56 pixels are 3 x 2 tokens of 28x28."""
+    assert exit_code(check.main, SFT.split()) == 0
+    said = capsys.readouterr().out
+    assert "row 1: 18 tokens, 2 learnt\nimage 1: 84x56 pixels, 6 tokens\n" in said
+    assert "image 2: 84x56 pixels, 6 tokens\n" in said
+    assert "<|user|><|vision_start|><|image_pad|><|vision_end|>what?" in said
+
+
+SAYS = "reads images, which this does not support. Leave it out."
+REFUSED = [
+    (f"{SFT} --ring_attn_size 2", f"--ring_attn_size 2: vision {SAYS}"),
+    (f"{SFT} --ds_tensor_parallel_size 2", f"--ds_tensor_parallel_size 2: vision {SAYS}"),
+    (f"{SFT} --use_liger_kernel", f"--use_liger_kernel: vision {SAYS}"),
+    (f"{SFT} --load_in_4bit --lora_rank 4", f"--load_in_4bit: vision {SAYS}"),
+    (f"{SFT} --image_key photos", "column 'photos' is not in the data set"),
+    (f"{SFT} --max_images_per_prompt 1", "row 2: 2 images, over --max_images_per_prompt 1"),
+    (
+        f"sft --pretrain text {ANSWERED} --freeze_visual_encoder --image_max_pixels 9999",
+        "--freeze_visual_encoder, --image_max_pixels: text reads no images",
+    ),
+    (f"kto --pretrain vision {ANSWERED}", "train_kto reads texts alone"),
+    (f"kd --pretrain vision --teacher_model vision {ANSWERED}", "train_kd reads texts alone"),
+    ("rm --pretrain vision --dataset rows.jsonl --chosen_key answer", "Reward models and critics"),
+    (f"{PPO} --remote_rm_url reward.py", "Reward models and critics read texts alone"),
+]
+
+
+@pytest.mark.parametrize(("line", "told"), REFUSED)
+def test_what_does_not_go_with_pictures_is_one_line(capsys, line, told):
+    assert exit_code(check.main, line.split()) == 2
+    problems = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error: ")]
+    assert [one for one in problems if told in one], problems
+
+
+def test_vllm_without_torchvision_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(rl_inputs, "find_spec", lambda name: name != "torchvision" or None)
+    line = f"{PPO} --remote_rm_url reward.py --advantage_estimator group_norm --vllm_num_engines 1"
+    assert exit_code(check.main, line.split()) == 2
+    assert "through torchvision, which is not installed" in capsys.readouterr().err
+
+
+def test_videos_are_refused_by_row(capsys):
+    write_jsonl("rows.jsonl", [ROW, ROW | {"videos": ["a.mp4"]}])
+    assert exit_code(check.main, SFT.split()) == 2
+    assert "row 2: 'videos' has a value" in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""Rows with pictures: every form of them gives the same tokens, and what is wrong names its row."""
+
+import base64
+import io
+
+import datasets
+import pytest
+from datasets import Dataset
+
+from openrlhf.datasets import tokenized
+from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.tokenized import RowFormat
+from openrlhf.errors import DataError
+from openrlhf.utils.images import ImageProcessor
+from openrlhf.utils.tokenizer import load_tokenizer
+from tests.helpers import tiny_vision
+from tests.tiny import write_jsonl
+
+PAD = 8  # <|image_pad|>; a picture of 28x56 pixels has two of them
+SMALL, WIDE = tiny_vision.noise(28, 28), tiny_vision.noise(28, 56, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_vision.make("qwen2_5_vl", tmp_path_factory.mktemp("vision")))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    SMALL.save(tmp_path / "small.png")
+    WIDE.save(tmp_path / "wide.png")
+    return tmp_path
+
+
+def data_set(model, rows, kind=SFTDataset, **form):
+    form = RowFormat(**{"output_key": "answer", "input_key": "prompt", **form})
+    if not isinstance(rows, Dataset):
+        rows = Dataset.from_list(rows)
+    return kind(rows, load_tokenizer(model), form, ImageProcessor.load(model))
+
+
+def png(image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def part(**value):
+    return {"type": "image", **value}
+
+
+def words(text):
+    return {"type": "text", "text": text}
+
+
+def test_parts_tags_and_columns_give_the_same_tokens_and_pictures(model, folder):
+    """A path is looked for beside the file of the row."""
+    files = ["wide.png", "small.png"]
+    rows = [
+        {"prompt": "<image>a<image>b", "images": files},
+        {"prompt": [{"role": "user", "content": "<image>a<image>b"}], "images": files},
+        {
+            "prompt": [{"role": "user", "content": [part(), words("a"), part(), words("b")]}],
+            "images": files,
+        },
+        {
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": [
+                        part(image="wide.png"),
+                        words("a"),
+                        {
+                            "type": "image_url",
+                            "image_url": {
+                                "url": "data:image/png;base64,"
+                                + base64.b64encode(png(SMALL)).decode()
+                            },
+                        },
+                        words("b"),
+                    ],
+                }
+            ]
+        },
+    ]
+    found = []
+    for number, row in enumerate(rows):
+        file = write_jsonl(folder / f"{number}.jsonl", [row | {"answer": "yes"}])
+        data = data_set(model, load_rows(str(file)))
+        example, pictures = data[0], data.images(0)
+        assert [picture.open().tobytes() for picture in pictures] == [
+            WIDE.tobytes(),
+            SMALL.tobytes(),
+        ]
+        found.append((example.token_ids.tolist(), example.loss_mask.tolist()))
+    assert found == [found[0]] * 4
+    text = load_tokenizer(model).decode(found[0][0])
+    place = "<|vision_start|>{}<|vision_end|>"
+    two, one = place.format("<|image_pad|>" * 2), place.format("<|image_pad|>")
+    assert text == f"<|user|>{two}a{one}b<|end|><|assistant|>yes<|end|>"
+
+
+def test_pictures_without_a_place_stand_before_the_users_first_words(model):
+    rows = [{"prompt": "what?", "image": WIDE, "answer": "noise"}]
+    features = {"prompt": datasets.Value("string"), "image": datasets.Image()}
+    features = datasets.Features(features | {"answer": datasets.Value("string")})
+    data = data_set(model, Dataset.from_list(rows, features=features))
+    text = load_tokenizer(model).decode(data[0].token_ids)
+    assert text.startswith("<|user|><|vision_start|><|image_pad|><|image_pad|><|vision_end|>what?")
+    assert data.notices[0].endswith("put into the chat template, with the images of 'image'")
+    assert (data.costs - data.lengths).tolist() == [2]
+
+
+def test_every_turn_may_have_pictures_and_no_placeholder_is_learnt(model, folder):
+    turns = [
+        {"role": "user", "content": "<image>1"},
+        {"role": "assistant", "content": "one<image>"},
+        {"role": "user", "content": "<image>2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    files = [str(folder / name) for name in ("small.png", "wide.png", "small.png")]
+    rows = [{"messages": turns, "images": files}]
+    data = data_set(model, rows, output_key=None, input_key=None, multiturn=True)
+    example = data[0]
+    assert (example.token_ids == PAD).sum() == 4
+    learnt = load_tokenizer(model).decode(example.token_ids[example.loss_mask])
+    assert learnt == "one<|vision_start|><|vision_end|><|end|>two<|end|>"
+
+
+def test_a_prompt_carries_its_pictures_and_not_their_column(model, folder):
+    parts = [part(image=str(folder / "wide.png")), words("what?")]
+    row = {"prompt": [{"role": "user", "content": parts}], "answer": "4", "images": None}
+    record = data_set(model, [row], PromptDataset, label_key="answer")[0]
+    assert record.prompt_token_ids.count(PAD) == 2 and record.columns == {"answer": "4"}
+    assert [(image.width, image.height) for image in record.images] == [(56, 28)]
+    assert record.source == [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}
+    ]
+
+
+BAD = [
+    ({"prompt": "<image>a<image>", "images": ["small.png"]}, "2 places for images, and 1 image"),
+    ({"prompt": "<image>a", "images": ["small.png"] * 2}, "1 places for images, and 2 image"),
+    ({"prompt": "a", "images": ["gone.png"]}, "'gone.png' is neither a file nor base64"),
+    ({"prompt": "a", "images": ["torn.png"]}, "an image that cannot be decoded"),
+    ({"prompt": "a", "images": ["http://a.b/c.png"]}, "is a URL: images are not fetched"),
+    ({"prompt": "a", "images": ["small.png"] * 3}, "3 images, over --max_images_per_prompt 2"),
+]
+
+
+@pytest.mark.parametrize(("row", "told"), BAD)
+def test_a_bad_picture_names_its_row(model, folder, row, told):
+    (folder / "torn.png").write_bytes(png(SMALL)[:-600])
+    good = {"prompt": "a", "images": ["small.png"], "answer": "b"}
+    file = write_jsonl(folder / "rows.jsonl", [good, row | {"answer": "b"}])
+    with pytest.raises(DataError, match=rf"rows\.jsonl: row 2: .*{told}"):
+        data_set(model, load_rows(str(file)), max_images_per_prompt=2)
+
+
+@pytest.mark.parametrize("overlong", ["filter", "truncate"])
+def test_a_row_with_pictures_is_left_out_and_never_cut(model, folder, overlong):
+    large = tiny_vision.noise(28 * 6, 28 * 6)
+    large.save(folder / "large.png")
+    rows = [{"prompt": "a", "images": [str(folder / n)]} for n in ("large.png", "small.png")]
+    rows = [row | {"answer": "b"} for row in rows]
+    data = data_set(model, rows, max_len=20, overlong=overlong)
+    assert data.row_ids == [1] and data.dropped == {"over-long": 1}
+
+
+def test_the_cache_holds_no_pixels_and_notices_another_picture(model, folder, monkeypatch):
+    file = write_jsonl(
+        folder / "rows.jsonl", [{"prompt": "a", "images": ["it.png"], "answer": "b"}]
+    )
+    SMALL.save(folder / "it.png")
+    first = data_set(model, load_rows(str(file)))
+    assert first[0].token_ids.tolist().count(PAD) == 1
+    size = sum(len(str(row)) for row in first._table)
+    assert size < 1000 and "pixel" not in str(first._table.features)
+    WIDE.save(folder / "it.png")
+    with pytest.raises(DataError, match=r"rows\.jsonl: row 1: its images changed"):
+        first[0]
+    second = data_set(model, load_rows(str(file)))
+    assert second[0].token_ids.tolist().count(PAD) == 2
+    assert first.fingerprint != second.fingerprint
+    monkeypatch.setattr(tokenized, "read_picture", None)  # a third reads it from the cache
+    data_set(model, load_rows(str(file)))
+
+
+def test_images_are_not_read_where_none_is_allowed(model, folder):
+    rows = [{"prompt": "a", "images": ["gone.png"], "answer": "b"}]
+    data = data_set(model, rows, max_images_per_prompt=0)
+    assert "column 'images' is not read: --max_images_per_prompt is 0" in data.notices
+    assert PAD not in data[0].token_ids

@@ -1,0 +1,205 @@
+"""Engines read images as Hugging Face does, and follow updates of the tower."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.engines.vllm_engine import VLLMEngine
+from openrlhf.errors import WeightSyncError
+from openrlhf.utils.images import ImageProcessor, Picture, read_picture
+from openrlhf.utils.tensors import fingerprint
+from tests.engines.helpers import buckets, restored, send, weights
+from tests.helpers import tiny_vision
+
+IMAGE, TEXT = "<|vision_start|><|image_pad|><|vision_end|>", "<|user|>what<|end|><|assistant|>"
+PICTURES = tuple(
+    read_picture(tiny_vision.noise(*size, seed)) for seed, size in enumerate([(56, 56), (56, 84)])
+)
+
+
+class Seen:
+    """A model with what it needs to read images."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.processor = path, ImageProcessor.load(str(path))
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+            path, dtype=torch.float32
+        ).eval()
+
+    def request(self, pictures: tuple[Picture, ...], **sampling: Any) -> GenerationRequest:
+        ids = self.tokenizer(IMAGE * len(pictures) + TEXT, add_special_tokens=False)["input_ids"]
+        expanded = tuple(self.processor.expand(ids, pictures))
+        return GenerationRequest("r", expanded, SamplingSettings(**sampling), pictures)
+
+    @torch.no_grad()
+    def logprobs(self, request: GenerationRequest, token_ids: tuple[int, ...]) -> torch.Tensor:
+        """Log-probs (A, V) before each token that was sampled, in one forward of Hugging Face."""
+        ids = torch.tensor([[*request.prompt_token_ids, *token_ids]])
+        inputs = {}
+        if request.images:
+            images = self.processor.pixels(request.images)
+            is_image = (ids == self.processor.image_token_id).int()
+            inputs = {"pixel_values": images.pixels, "image_grid_thw": images.grid}
+            inputs["mm_token_type_ids"] = is_image
+        logits = self.model(input_ids=ids, **inputs).logits[0, -len(token_ids) - 1 : -1]
+        for token_id in self.processor.banned_token_ids:
+            logits[:, token_id] -= 100.0
+        return logits.log_softmax(-1)
+
+    def gap(self, request: GenerationRequest, answer: Completion) -> float:
+        """How far the log-probs of a sample lie from Hugging Face's, at most."""
+        targets = torch.tensor(answer.token_ids)[:, None]
+        found = self.logprobs(request, answer.token_ids).gather(1, targets).squeeze(1)
+        return float((found - torch.tensor(answer.logprobs)).abs().max())
+
+    def is_greedy(self, request: GenerationRequest, answer: Completion) -> bool:
+        likeliest = self.logprobs(request, answer.token_ids).argmax(-1)
+        return likeliest.tolist() == list(answer.token_ids)
+
+
+def start(path: Path, processor: ImageProcessor, **settings: Any) -> VLLMEngine:
+    return VLLMEngine(
+        {
+            "model": str(path),
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "enable_prefix_caching": True,
+            **settings,
+        },
+        processor,
+    )
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return Seen(tiny_vision.make("qwen2_5_vl", tmp_path_factory.mktemp("vision")))
+
+
+@pytest.fixture(scope="module")
+def engine(seen: Seen) -> Iterator[VLLMEngine]:
+    engine = start(seen.path, seen.processor)
+    yield engine
+    engine.shutdown()
+
+
+def shake_tower(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "visual" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def three_prompts(seen: Seen, **sampling: Any) -> list[GenerationRequest]:
+    return [seen.request(pictures, **sampling) for pictures in (PICTURES, (), PICTURES[:1])]
+
+
+def check_generation(seen: Seen, engine: VLLMEngine | OwnGenerate) -> None:
+    asked = three_prompts(seen, temperature=0.0, max_new_tokens=12)
+    for request, [answer] in zip(asked, engine.generate(asked), strict=True):
+        assert seen.is_greedy(request, answer)
+        assert seen.gap(request, answer) < 1e-6
+    asked = three_prompts(seen, num_samples=3, max_new_tokens=12)
+    for request, answers in zip(asked, engine.generate(asked), strict=True):
+        assert len({answer.token_ids for answer in answers}) == 3
+        assert max(seen.gap(request, answer) for answer in answers) < 1e-5
+
+
+def test_vllm_reads_two_images_one_and_none_in_one_batch_as_hugging_face_does(seen, engine):
+    check_generation(seen, engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+def test_vllm_reads_images_as_hugging_face_does_in_every_family(kind, tmp_path):
+    seen = Seen(tiny_vision.make(kind, tmp_path))
+    engine = start(seen.path, seen.processor)
+    check_generation(seen, engine)
+    shake_tower(seen.model, 1)
+    send(engine, weights(seen.model), 1)
+    check_generation(seen, engine)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", tiny_vision.KINDS)
+def test_a_model_that_generates_itself_reads_images_as_it_does_alone(kind, tmp_path):
+    seen = Seen(tiny_vision.make(kind, tmp_path))
+    check_generation(seen, OwnGenerate(seen.model, processor=seen.processor))
+
+
+def test_an_update_of_the_tower_alone_is_seen_at_once_and_its_receipt_names_it(seen, engine):
+    asked = seen.request(PICTURES, temperature=0.0, max_new_tokens=8)
+    trained = Seen(seen.path)
+    with restored(engine, seen.model, 0):
+        [[before]] = engine.generate([asked])
+        shake_tower(trained.model, 1)
+        received = send(engine, weights(trained.model), 1)
+        assert received == {name: fingerprint(tensor) for name, tensor in weights(trained.model)}
+        [[after]] = engine.generate([asked])
+        assert trained.gap(asked, after) < 1e-6
+        assert trained.gap(asked, before) > 0.01
+
+
+def test_an_update_in_the_middle_of_a_request_is_seen_by_its_later_tokens(seen, engine):
+    asked = seen.request(PICTURES, max_new_tokens=120)
+    trained = Seen(seen.path)
+    shake_tower(trained.model, 1)
+    with restored(engine, seen.model, 0):
+        num_steps = engine.num_steps + 10
+        [future] = engine.submit([asked])
+        end_s = time.monotonic() + 20
+        while engine.num_steps < num_steps and time.monotonic() < end_s:
+            time.sleep(0.001)
+        send(engine, weights(trained.model), 1, keep_running=True)
+        [answer] = future.result(60)
+        assert set(answer.token_versions) == {0, 1}
+        targets = torch.tensor(answer.token_ids)[:, None]
+        for version, who in enumerate((seen, trained)):
+            found = who.logprobs(asked, answer.token_ids).gather(1, targets).squeeze(1)
+            gaps = (found - torch.tensor(answer.logprobs)).abs()
+            is_of_version = torch.tensor(answer.token_versions) == version
+            assert gaps[is_of_version].max() < 1e-5
+            assert gaps[~is_of_version].max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.language_model.layers.0.self_attn.k_proj.weight",
+        "model.visual.blocks.1.attn.proj.weight",
+    ],
+)
+def test_an_update_without_one_matrix_is_refused(seen, name):
+    engine = start(seen.path, seen.processor)
+    engine.begin_weight_update(False)
+    with pytest.raises(WeightSyncError, match=r"incomplete update: 1 missing, e\.g\. .*weight"):
+        for bucket in buckets([w for w in weights(seen.model) if w[0] != name], 2**20):
+            engine.receive_bucket(bucket)
+        engine.finish_weight_update(1)
+    engine.shutdown()
+
+
+def test_a_placeholder_is_never_sampled(seen, engine):
+    """Without the bias they would be: a random model takes each of 266 tokens now and then."""
+    banned = set(seen.processor.banned_token_ids)
+    assert len(banned) == 2
+    asked = seen.request(PICTURES[:1], num_samples=32, max_new_tokens=100)
+    for sampler in (engine, OwnGenerate(seen.model, processor=seen.processor)):
+        [answers] = sampler.generate([asked])
+        assert not banned & {token for answer in answers for token in answer.token_ids}
+
+
+def test_a_request_of_an_event_loop_carries_its_images(seen, engine):
+    asked = seen.request(PICTURES, temperature=0.0, max_new_tokens=4)
+    [answer] = asyncio.run(engine.sample(asked))
+    assert seen.is_greedy(asked, answer)

@@ -1,0 +1,125 @@
+"""Tiny random vision-language models with tokenizer and image processor, and noisy colours."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from tests.tiny import SPECIAL_TOKENS
+
+VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TEMPLATE = (
+    "{% macro body(content) %}{% if content is string %}{{ content }}{% else %}"
+    "{% for part in content %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% endmacro %}{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ body(message['content']) }}<|end|>{% endgeneration %}"
+    "{% else %}{{ body(message['content']) }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+COLOURS = {"red": (220, 40, 40), "green": (40, 200, 40), "blue": (40, 60, 220)}
+COLOURS["gray"] = (128, 128, 128)
+
+
+def make_tokenizer(path: Path) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level tokenizer with 266 ids and a chat template, saved at `path`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = [*SPECIAL_TOKENS, *VISION_TOKENS]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*special, *alphabet])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=special[2:],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+def config_of(kind: str, tokenizer: transformers.PreTrainedTokenizerFast, patch: int):
+    """The config of a family: hidden size 64, two layers, head size 32."""
+    rope = {"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 10000.0}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": rope,
+    }
+    vision = {"depth": 2, "hidden_size": 64, "num_heads": 2, "patch_size": patch}
+    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
+    names = ("vision_start", "vision_end", "image", "video")
+    numbers = tokenizer.convert_tokens_to_ids(VISION_TOKENS)
+    ids = {f"{name}_token_id": number for name, number in zip(names, numbers, strict=True)}
+    if kind == "qwen2_vl":
+        vision |= {"embed_dim": 64, "mlp_ratio": 2}
+        return transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
+    vision |= {"out_hidden_size": 64, "intermediate_size": 128}
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 8 * patch, "fullatt_block_indexes": [1]}
+        return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    text |= {"head_dim": 32, "rope_parameters": rope | {"mrope_interleaved": True}}
+    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
+
+
+def make(kind: str, path: Path | str, *, seed: int = 0, patch: int = 14) -> Path:
+    """A random model of a family with its tokenizer and image processor, saved at `path`; a
+    picture of 2x2 patches is one token.
+    """
+    path = Path(path)
+    tokenizer = make_tokenizer(path)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForImageTextToText.from_config(
+        config_of(kind, tokenizer, patch), dtype=torch.float32
+    )
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(path)
+    side = 2 * patch
+    sizes = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2}
+    processor = transformers.Qwen2VLImageProcessorPil(
+        **sizes, size={"shortest_edge": side**2, "longest_edge": 64 * side**2}
+    ).to_dict()
+    names = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+    whole = {"processor_class": f"{names[kind]}Processor"}
+    video = "Qwen3VL" if kind == "qwen3_vl" else "Qwen2VL"
+    files = {
+        "preprocessor_config": processor | {"image_processor_type": "Qwen2VLImageProcessor"},
+        "video_preprocessor_config": sizes | {"video_processor_type": f"{video}VideoProcessor"},
+        "processor_config": {},
+    }
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content | whole, indent=1))
+    return path
+
+
+def noise(height: int, width: int, seed: int = 0) -> Image.Image:
+    """A picture of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3))
+    return Image.fromarray(pixels.astype("uint8"))
+
+
+def colour(word: str, rng: np.random.Generator, side: int = 28) -> Image.Image:
+    """A noisy picture of one of COLOURS, darker or brighter."""
+    pixels = np.array(COLOURS[word]) * rng.uniform(0.6, 1.1) + rng.normal(0, 12, (side, side, 3))
+    return Image.fromarray(pixels.clip(0, 255).astype("uint8"))

@@ -1,0 +1,113 @@
+"""Packed rows of pictures and text against each sample alone, as transformers computes it."""
+
+import pytest
+import torch
+import transformers
+
+from openrlhf.models import vision
+from openrlhf.models.actor import Actor, token_stats
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.utils.images import ImageProcessor, read_picture
+from openrlhf.utils.packing import PackedBatch
+from tests.helpers import tiny_vision
+
+SIZES = [[(56, 56), (112, 84)], [], [(168, 56)], [], [(56, 56)]]
+TEXTS = ["two", "no image at all", "one", "b", "last"]
+BAN = [8, 9]  # <|image_pad|> and <|video_pad|>
+
+
+@pytest.fixture(scope="module", params=tiny_vision.KINDS)
+def folder(request, tmp_path_factory):
+    return str(tiny_vision.make(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+class Samples:
+    """Five samples: with two pictures, one, or none."""
+
+    def __init__(self, folder: str) -> None:
+        self.processor = ImageProcessor.load(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.pictures = [
+            [read_picture(tiny_vision.noise(*size, seed=i)) for size in sizes]
+            for i, sizes in enumerate(SIZES)
+        ]
+        self.ids = []
+        for text, pictures in zip(TEXTS, self.pictures, strict=True):
+            content = [{"type": "image"} for _ in pictures] + [{"type": "text", "text": text}]
+            turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]
+            ids = tokenizer.apply_chat_template(turns, return_dict=False)
+            self.ids.append(torch.tensor(self.processor.expand(ids, pictures)))
+
+    def batch(self, indices=range(5)) -> PackedBatch:
+        """A row with all samples, or these; every token but placeholders is a target."""
+        ids = [self.ids[i] for i in indices]
+        masks = [(torch.arange(len(x)) > 0) & ~torch.isin(x, torch.tensor(BAN)) for x in ids]
+        packed = PackedBatch.from_sequences(ids, masks)
+        return packed.with_pictures([self.pictures[i] for i in indices], self.processor)
+
+    def alone(self, model, i) -> torch.Tensor:
+        """Log-probs of a sample's targets by the model's own forward pass."""
+        inputs = {"input_ids": self.ids[i][None], "attention_mask": torch.ones(1, len(self.ids[i]))}
+        if self.pictures[i]:
+            images = self.processor.pixels(self.pictures[i])
+            inputs |= {"pixel_values": images.pixels, "image_grid_thw": images.grid}
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == 8).int()
+        model.model.rope_deltas = None
+        logits = (
+            model(**inputs)
+            .logits[0, :-1]
+            .index_add(-1, torch.tensor(BAN), torch.full((len(self.ids[i]) - 1, 2), -100.0))
+        )
+        logprobs = logits.log_softmax(-1).gather(-1, self.ids[i][1:, None])[:, 0]
+        return logprobs[~torch.isin(self.ids[i][1:], torch.tensor(BAN))]
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_packed_row_computes_what_each_sample_alone_does(folder):
+    samples, model = Samples(folder), load_causal_lm(folder)
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, attn_implementation="eager"
+    )
+    expected = torch.cat([samples.alone(plain, i) for i in range(5)])
+    found = Actor(model)(samples.batch()).logprobs
+    assert (found - expected).abs().max() < 1e-6
+    expected.sum().backward()
+    found.sum().backward()
+    wanted, got = gradients(plain), gradients(model)
+    assert wanted.keys() == got.keys() and any("visual" in name for name in got)
+    for name, gradient in wanted.items():
+        assert (got[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def test_positions_that_ignore_the_grid_would_be_found(folder, monkeypatch):
+    samples, actor = Samples(folder), Actor(load_causal_lm(folder))
+    batch = samples.batch([0])
+    right = actor(batch).logprobs
+    flat = torch.arange(len(batch.token_ids)).expand(3, -1)
+    monkeypatch.setattr(vision, "rotary_positions", lambda *_: flat)
+    assert (actor(batch).logprobs - right).abs().max() > 1e-4  # a hundred times what is allowed
+
+
+def test_a_row_without_pictures_calls_the_tower_and_computes_the_same(folder):
+    """The tower gets a gradient, of zeros: under ZeRO every rank has as many."""
+    samples, model = Samples(folder), load_causal_lm(folder)
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    found = Actor(model)(samples.batch([1, 3])).logprobs
+    expected = torch.cat([samples.alone(plain, i) for i in (1, 3)])
+    assert (found - expected).abs().max() < 1e-6
+    found.sum().backward()
+    assert all(not p.grad.any() for p in vision.tower_parameters(model))
+
+
+def test_a_placeholder_has_no_probability(folder):
+    samples, actor = Samples(folder), Actor(load_causal_lm(folder))
+    ids = samples.ids[1].clone()
+    batch = PackedBatch.from_sequences([ids], [torch.arange(len(ids)) == 3])
+    states = actor.states_at(batch, batch.predict_index)
+    for token in BAN:
+        logprob, *_ = actor.head(token_stats, states.hidden_nH, torch.tensor([token]), 1.0, False)
+        assert logprob.item() < -95
+    assert actor.head.state_dict().keys() == {"weight"}

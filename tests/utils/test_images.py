@@ -1,0 +1,108 @@
+"""Pictures from all the forms of a row, and the tokens and pixels of them."""
+
+import base64
+import io
+import pickle
+
+import pytest
+import torch
+
+from openrlhf.errors import ConfigError
+from openrlhf.utils.images import ImageProcessor, Images, PictureError, read_picture
+from tests.helpers import tiny_vision
+
+
+def encoded(image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_vision.make("qwen2_5_vl", tmp_path_factory.mktemp("vision")))
+
+
+def test_every_form_of_a_picture_gives_the_same(tmp_path):
+    image = tiny_vision.noise(28, 56)
+    data = encoded(image)
+    (tmp_path / "a.png").write_bytes(data)
+    text = base64.b64encode(data).decode()
+    forms = [data, image, str(tmp_path / "a.png"), text, f"data:image/png;base64,{text}"]
+    forms += [{"bytes": data, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}]
+    for form in forms:
+        picture = read_picture(form)
+        assert (picture.width, picture.height) == (56, 28)
+        assert picture.open().tobytes() == image.tobytes()
+    assert pickle.loads(pickle.dumps(picture)) == picture
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("/nowhere/a.png", "neither a file nor base64"),
+        ("https://example.org/a.png", "images are not fetched"),
+        (b"GIF89a", "cannot be decoded|no image"),
+        (encoded(tiny_vision.noise(28, 28))[:-600], "cannot be decoded: .*truncated"),
+        (None, "NoneType instead of an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image in BMP"),
+    ],
+)
+def test_what_is_no_picture_is_refused_in_words(value, words):
+    with pytest.raises(PictureError, match=words):
+        read_picture(value)
+
+
+def test_no_file_is_read_where_paths_are_not_allowed(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded(tiny_vision.noise(28, 28)))
+    with pytest.raises(PictureError, match="is no base64"):
+        read_picture(str(tmp_path / "a.png"), allow_paths=False)
+
+
+def test_a_placeholder_becomes_as_many_as_the_picture_has_tokens(folder):
+    """In patches of 14, merged by four: 28x28 is 1 token, 56x84 is 6."""
+    processor = ImageProcessor.load(folder)
+    small, large = (read_picture(tiny_vision.noise(*size)) for size in ((28, 28), (56, 84)))
+    pad = processor.image_token_id
+    assert processor.expand([5, pad, 6, pad], [large, small]) == [5, *[pad] * 6, 6, pad]
+    found = processor.pixels([large, small])
+    assert found.grid.tolist() == [[1, 4, 6], [1, 2, 2]]
+    assert found.pixels.shape == (28, 3 * 2 * 14 * 14)
+    joined = Images.concat([processor.pixels([large]), processor.pixels([small])])
+    assert torch.equal(joined.pixels, found.pixels)
+    with pytest.raises(PictureError, match="1 places for images, and 2 images"):
+        processor.expand([5, pad], [large, small])
+
+
+def test_limits_of_pixels_change_the_number_of_tokens(folder):
+    """2x2 tokens of 28x28 pixels at most, or 4x4 at least."""
+    picture = read_picture(tiny_vision.noise(84, 84))
+    fewer = ImageProcessor.load(folder, max_pixels=4 * 28 * 28)
+    more = ImageProcessor.load(folder, min_pixels=16 * 28 * 28)
+    assert (fewer.num_tokens(picture), more.num_tokens(picture)) == (4, 16)
+    assert fewer.pixels([picture]).grid.tolist() == [[1, 4, 4]]
+
+
+def test_image_and_video_placeholders_are_banned(folder):
+    processor = ImageProcessor.load(folder)
+    assert processor.banned_token_ids == (8, 9)
+
+
+def test_a_folder_without_an_image_processor_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"The image processor of .* cannot be read"):
+        ImageProcessor.load(str(tmp_path))
+
+
+def test_a_picture_that_comes_several_times_is_decoded_once_and_its_pixels_are_the_same(folder):
+    processor = ImageProcessor.load(str(folder))
+    small, wide = (read_picture(tiny_vision.noise(28, 28 * size, size)) for size in (1, 2))
+    alone = {picture: processor.pixels([picture]) for picture in (small, wide)}
+    asked, seen = [wide, small, wide, wide], []
+    picture_type = type(small)
+    with pytest.MonkeyPatch.context() as patch:
+        decode = picture_type.open
+        patch.setattr(picture_type, "open", lambda self: (seen.append(self), decode(self))[1])
+        found = processor.pixels(asked)
+    assert seen == [wide, small]
+    assert torch.equal(found.pixels, torch.cat([alone[picture].pixels for picture in asked]))
+    assert torch.equal(found.grid, torch.cat([alone[picture].grid for picture in asked]))
