@@ -395,11 +395,11 @@ class TokenizedDataset(ABC):
             unread=self._encoder.unread,
             reads_pictures=self._processor is not None,
         )
-        if pictures := values_of(self._image_key and value_at(row, self._image_key)):
-            found = with_places(found, len(pictures), begins=begins)
         system, history = row.get("system"), row.get("history")
         if begins and history:
             found = history_messages(history) + found
+        if pictures := values_of(self._image_key and value_at(row, self._image_key)):
+            found = with_places(found, len(pictures), begins=begins)
         if begins and system and found[0]["role"] not in ("system", "developer"):
             found = to_messages([{"role": "system", "content": system}]) + found
         return found

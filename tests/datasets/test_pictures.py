@@ -140,6 +140,15 @@ def test_a_prompt_carries_its_pictures_and_not_their_column(model, folder):
     ]
 
 
+def test_the_turns_of_a_history_have_places_too(model, folder):
+    files = [str(folder / name) for name in ("wide.png", "small.png")]
+    row = {"system": "s", "history": [["<image>a", "b"]], "prompt": "<image>c", "answer": "d"}
+    data = data_set(model, [row | {"images": files}], apply_chat_template=True)
+    text = load_tokenizer(model).decode(data[0].token_ids)
+    seen = [part.count("<|image_pad|>") for part in text.split("<|user|>")]
+    assert seen == [0, 2, 1]
+
+
 BAD = [
     ({"prompt": "<image>a<image>", "images": ["small.png"]}, "images: 1, and places for them: 2"),
     ({"prompt": "<image>a", "images": ["small.png"] * 2}, "images: 2, and places for them: 1"),
