@@ -39,7 +39,6 @@ def penalise_truncated(rewards_B: Tensor, is_truncated_B: Tensor, *, coef: float
     (B,).
     """
     assert rewards_B.shape == is_truncated_B.shape, "one flag per reward is needed"
-    assert coef <= 1, f"a coefficient of {coef} would reward truncation"
     penalised_B = rewards_B * coef if coef >= 0 else torch.full_like(rewards_B, coef)
     return torch.where(is_truncated_B.bool(), penalised_B, rewards_B)
 
