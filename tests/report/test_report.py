@@ -137,13 +137,14 @@ def test_several_runs_show_which_settings_differ(tmp_path, capsys):
 
 def test_settings_know_their_default_their_flags_and_whether_runs_differ(tmp_path):
     paths = [make_run(tmp_path / "a"), make_run(tmp_path / "b", learning_rate=1e-6)]
-    rows = {row.name: row for row in settings(read_runs(paths))}
+    rows = {row["name"]: row for row in settings(read_runs(paths))}
     rate = rows["actor.adam.lr"]
-    assert (rate.values, rate.default) == (["1e-05", "1e-06"], "1e-06")
-    assert (rate.is_changed, rate.is_same) == (True, False)
-    assert "actor_learning_rate" in rate.other_names.split()
+    assert (rate["values"], rate["default"]) == (["1e-05", "1e-06"], "1e-06")
+    assert (rate["is_changed"], rate["is_same"]) == (True, False)
+    assert "actor_learning_rate" in rate["other_names"].split()
     unknown = rows["seed"]  # of no command
-    assert (unknown.default, unknown.is_changed, unknown.is_same) == ("", False, True)
+    told = (unknown["default"], unknown["is_changed"], unknown["is_same"])
+    assert told == ("", False, True)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_only_what_was_typed_differs_from_the_default(config_class, words, tmp_p
     [run] = read_runs([tmp_path])
     assert run.command is config_class
     num_typed = len(words) // 2 + 1
-    assert len([row for row in settings([run]) if row.is_changed]) == num_typed
+    assert len([row for row in settings([run]) if row["is_changed"]]) == num_typed
     assert "d" in run.facts().values()
 
 
