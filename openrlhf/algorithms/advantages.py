@@ -29,7 +29,6 @@ def penalise_overlong(
     r - e / buffer_len * penalty_factor (DAPO, arXiv 2503.14476).
     """
     assert rewards_B.shape == response_lengths_B.shape, "one length per reward is needed"
-    assert 0 < buffer_len <= max_new_tokens, f"buffer of {buffer_len} in {max_new_tokens} tokens"
     excess_B = response_lengths_B - (max_new_tokens - buffer_len)
     return rewards_B - excess_B.clamp(0, buffer_len) / buffer_len * penalty_factor
 
