@@ -1,6 +1,6 @@
 """Make what `make demo-vision` trains: a tiny untrained vision-language model, and pictures.
 
-A picture is a patch of noisy colour, or a digit. Of the answers that the model learns first 60 of
+A picture is a patch of noisy colour, or a digit. Of the answers that the model learns first 35 of
 100 are drawn at random; only the right one is rewarded, so there is something to learn after it. In
 the pictures of the blind control there is nothing but noise. Nothing is downloaded.
 """
@@ -20,11 +20,11 @@ from openrlhf.utils.framework_logs import quiet_frameworks
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 200, 40), "blue": (40, 60, 220)}
 COLOURS["yellow"] = (220, 200, 40)
-DIGITS = "0123456789"
+DIGITS = "12345"
 QUESTIONS = {"colour": list(COLOURS), "digit": list(DIGITS)}
 SIDE, PATCH = 28, 14  # of a picture, which is one token, and of its patches
 NOISE_RATE = 0.35  # of the answers of the warm-up
-NUM_ROWS = {"warm_up": 9600, "prompts": 1280, "blind": 640, "held_out": 100, "blind_held_out": 100}
+NUM_ROWS = {"warm_up": 9600, "prompts": 2560, "blind": 1280, "held_out": 100, "blind_held_out": 100}
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 CHAT_TEMPLATE = (
