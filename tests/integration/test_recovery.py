@@ -294,7 +294,8 @@ node = {"object_store_memory": 80_000_000, "num_cpus": 1}
 head = node | {"include_dashboard": False, "node_ip_address": "127.0.0.2"}
 cluster = Cluster(initialize_head=True, head_node_args=head)
 other = cluster.add_node(**node, node_ip_address="127.0.0.3")
-ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+ray.init(address=cluster.address, **quiet, _node_ip_address="127.0.0.2")
 taken = [{"CPU": 1 - CPU_SHARE_OF_A_RANK, f"node:127.0.0.{k}": 0.001} for k in (2, 3)]
 ray.get(placement_group(taken).ready())
 report, threads = PPOTrainer.report, []
