@@ -6,7 +6,6 @@ weights, whose first token comes a forward pass later, or to new ranks that have
 import os
 import random
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -276,69 +275,3 @@ def test_torchrun_starts_the_ranks_of_a_run_again_which_goes_on_by_itself(
         for run in (struck, straight)
     ]
     assert len(losses[0]) == 40 and losses[0] == losses[1]
-
-
-# The node of policy or engine is gone behind step 2, and another one comes some seconds later.
-LOSING_A_NODE = """
-import sys, threading, time
-
-import ray
-from ray.cluster_utils import Cluster
-from ray.util.placement_group import placement_group
-
-from openrlhf.cli import train_ppo_ray
-from openrlhf.trainer.ppo_trainer import PPOTrainer
-from openrlhf.trainer.ray.placement import CPU_SHARE_OF_A_RANK
-
-node = {"object_store_memory": 80_000_000, "num_cpus": 1}
-head = node | {"include_dashboard": False, "node_ip_address": "127.0.0.2"}
-cluster = Cluster(initialize_head=True, head_node_args=head)
-other = cluster.add_node(**node, node_ip_address="127.0.0.3")
-ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-taken = [{"CPU": 1 - CPU_SHARE_OF_A_RANK, f"node:127.0.0.{k}": 0.001} for k in (2, 3)]
-ray.get(placement_group(taken).ready())
-report, threads = PPOTrainer.report, []
-
-
-def come():
-    time.sleep(float(sys.argv[1]))
-    cluster.add_node(**node, node_ip_address="127.0.0.4")
-    print("NODE", flush=True)
-
-
-def report_and_lose(trainer, global_step, *args):
-    report(trainer, global_step, *args)
-    if global_step == 2 and not threads:
-        cluster.remove_node(other, allow_graceful=False)
-        threads.append(threading.Thread(target=come, daemon=True))
-        threads[0].start()
-
-
-PPOTrainer.report = report_and_lose
-try:
-    train_ppo_ray.main(sys.argv[2:])
-finally:
-    ray.shutdown()
-    cluster.shutdown()
-"""
-
-
-@pytest.mark.parametrize(("comes_after_s", "code"), [(5, 0), (300, 3)])
-def test_a_lost_node_is_waited_for(given: dict, comes_after_s: int, code: int) -> None:
-    flags = (
-        "--advantage_estimator group_norm --init_kl_coef 0 --vllm_num_engines 1 "
-        f"--node_wait_s {20 if code else 200} --engine_timeout_s 60"
-    )
-    env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")}
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
-        env |= {"RAY_TMPDIR": folder, "GLOO_SOCKET_IFNAME": "lo"}
-        words = argv("", sizes=f"{FLAGS} {flags}", **given)
-        said = run_command(
-            "-c", LOSING_A_NODE, str(comes_after_s), *words, timeout=500, env=env, code=code
-        )
-    steps = [step["step"] for step in steps_of(given["save_path"])]
-    if code:
-        assert "was on a node that is gone, and no other had room for it in 20 s" in said
-        assert steps == [1, 2]
-    else:
-        assert steps == list(range(1, NUM_STEPS + 1)) and "is up again" in said

@@ -54,7 +54,7 @@ def test_a_new_engine_has_its_weights_before_it_is_used(capsys: pytest.CaptureFi
     started_again.prepare(room, update)
     engine.lose(DEAD)
     wait_until(lambda: engine.is_up)
-    assert events == ["started", "started", "weights"]
+    assert events == ["killed", "started", "started", "weights"]
     said = " ".join(capsys.readouterr().err.split())
     assert f"{DEAD}; a new one starts in its place: restart 1 of 3 within an hour" in said
     assert "pid 8 was killed by SIGKILL; a new one starts in its place: restart 2 of 3" in said
@@ -69,7 +69,7 @@ def test_a_loss_is_counted_once_whoever_sees_it() -> None:
     engine.may_start.set()
     wait_until(lambda: engine.is_up)
     engine.lose(DEAD, actor=old)  # seen late: it is another one's death
-    assert engine.is_up and events == ["started"]
+    assert engine.is_up and events == ["killed", "started"]
 
 
 def test_beyond_the_restarts_of_an_hour_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,18 @@ def test_an_engine_that_is_not_started_again_raises_where_it_is_asked_for() -> N
     engine.lose(DEAD)
     with pytest.raises(EngineError, match="0 restart"):
         wait_until(lambda: engine.is_up and False)
-    assert events == []
+    assert events == ["killed"]  # it may hang, and be waited for
+
+
+def test_an_engine_that_hangs_is_ended_before_there_is_room_for_another() -> None:
+    engine, events, started_again = started()
+    room = threading.Lock()
+    started_again.prepare(room, lambda engine: None)
+    with room:  # of somebody who waits for the engine
+        engine.lose(DEAD)
+        wait_until(lambda: bool(events))
+        assert events == ["killed"] and not engine.is_up
+    wait_until(lambda: engine.is_up)
 
 
 def test_nothing_is_started_once_the_run_ends() -> None:

@@ -28,11 +28,12 @@ def ray_processes() -> dict[str, psutil.Process]:
     """Return this process's raylet and the cluster's GCS by name, as far as they run here."""
     node = ray._private.worker._global_node
     # Another raylet here is another node, in a cluster that only plays several machines.
-    marks = {"raylet": node.raylet_socket_name, "gcs_server": node.session_name}
+    own = f"--raylet_socket_name={node.raylet_socket_name}"
     found = {}
     for process in psutil.process_iter(["name", "cmdline"]):
         name, words = process.info["name"], process.info["cmdline"] or ()
-        if name in RAY_PROCESSES and any(marks[name] in word for word in words):
+        is_ours = own in words if name == "raylet" else any(node.session_name in w for w in words)
+        if name in RAY_PROCESSES and is_ours:
             found[f"Ray's {RAY_PROCESSES[name]}"] = process
     return found
 

@@ -57,6 +57,7 @@ class EngineRecovery:
 
     def _replace(self, engine: RayEngine, why: EngineError) -> None:
         lost_at = time.monotonic()
+        engine.kill()  # whoever waits for one that hangs may hold the room for the next
         while not self._is_closed:
             warn(f"{why}; a new one starts in its place: {self._restarts.note('vllm', why)}.")
             try:
