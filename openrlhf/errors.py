@@ -101,6 +101,16 @@ class EngineError(OpenRLHFError):
     exit_code = 3
 
 
+class LostEngineError(EngineError):
+    """The process of an engine has died, or was ended because it hung."""
+
+
+class LostRankError(EngineError):
+    """The process of a rank has died, or was ended because it hung."""
+
+    role = ""  # of its group
+
+
 class WeightSyncError(OpenRLHFError):
     """An engine does not hold the weights the trainer sent."""
 

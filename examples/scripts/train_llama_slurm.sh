@@ -5,6 +5,8 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --signal=TERM@180
 #SBATCH --output=slurm-%j.out
 # Direct preference optimisation on several nodes: sbatch examples/scripts/train_llama_slurm.sh
 # from a folder that all nodes share, in an environment that all nodes have. srun starts torchrun on

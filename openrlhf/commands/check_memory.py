@@ -13,12 +13,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from openrlhf.algorithms.tokens import max_logit_rows
-from openrlhf.config.base import CommandConfig
+from openrlhf.config.base import CommandConfig, value_at, walk
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.distributed.strategy import MAX_BUCKET_SIZE, ModelSize, effective_stage
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import empty_model, load_config, resolve_dtype
 from openrlhf.models.support import num_experts_per_token
+from openrlhf.models.vision import freeze_tower
 
 FP32 = 4  # bytes of a number
 FOUR_BITS = 0.53  # bytes of a number in NF4, with its scales
@@ -104,6 +105,10 @@ def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cu
     device_type = "cuda" if is_cuda else "cpu"
     dtype = resolve_dtype(ds.param_dtype, model_config, device_type=device_type)
     module = empty_model(model_config, command, dtype=dtype, scores=model.scores)
+    leaves = (each.path for each in walk(type(command)))
+    flags = [path for path in leaves if path.endswith(".freeze_visual_encoder")]
+    if model.trains and any(value_at(command, path) for path in flags):
+        freeze_tower(module)
     learner = add_lora(module, ds.lora) if model.trains else module
     return Shape(learner, model_config, dtype, device_type)
 

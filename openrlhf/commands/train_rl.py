@@ -24,6 +24,7 @@ from openrlhf.distributed.checkpoints import RunCheckpoints, export_final, expor
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
 from openrlhf.distributed.hub import open_repository, push
+from openrlhf.engines.base import RolloutEngine
 from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
 from openrlhf.report.report import reporting
@@ -146,14 +147,7 @@ def _run(
     opened: RunCheckpoints,
     make_trainer: MakeTrainer,
 ) -> PPOTrainer:
-    groups, engines = cluster.groups, cluster.engines
-    phases = DevicePhases(
-        engines,
-        engines_sleep=config.vllm.enable_sleep and config.engines_share_devices,
-        training_sleeps=config.ds.enable_sleep,
-        # One at a time where reward models and what is trained share devices and run side by side.
-        turn=threading.Lock() if config.rewards_take_turns else nullcontext(),
-    )
+    groups, phases = cluster.groups, phases_of(config, cluster.engines)
     state = RunState(config, opened, groups, phases)
     state.check_is_shared()
     phases.sleep()
@@ -201,6 +195,19 @@ def _run(
     return trainer
 
 
+def phases_of(config: PPOConfig, engines: Sequence[RolloutEngine]) -> DevicePhases:
+    """Return who holds device memory in which phase."""
+    engines_sleep = config.vllm.enable_sleep and config.engines_share_devices
+    return DevicePhases(
+        engines,
+        engines_sleep=engines_sleep,
+        training_sleeps=config.ds.enable_sleep,
+        # One at a time where reward models and what is trained share devices and run side by side,
+        # or where a new engine needs the memory that training has.
+        turn=threading.RLock() if config.rewards_take_turns or engines_sleep else nullcontext(),
+    )
+
+
 def _export(config: PPOConfig, groups: Groups) -> None:
     folders = {"actor": config.ckpt.output_dir}
     if "critic" in groups and config.critic.save_value_network:
@@ -240,8 +247,10 @@ def init_models(
         for wave in zip_longest(*pools.values()):
             pending = {}
             for role in filter(None, wave):
-                shares = [args.get(role, ())] * groups[role].num_shares
-                pending[role] = groups[role].start(ModelWorker.init_model, shares)
+                group = groups[role]
+                group.model_args = args.get(role, ())
+                shares = [group.model_args] * group.num_shares
+                pending[role] = group.start(ModelWorker.init_model, shares)
             for role, wait in pending.items():
                 sizes[role] = wait()[0]
                 if role in TRAINED_ROLES:

@@ -146,6 +146,12 @@ class EngineConfig(Base):
 class AgentsConfig(RanksConfig):
     """`train.*`: randomness, ranks and agents."""
 
+    max_restarts: int = option(
+        3, "Times in an hour that lost processes of a role are started again.", ge=0
+    )
+    node_wait_s: float = option(
+        300.0, "Seconds to wait for a node in place of one that is gone.", ge=0
+    )
     async_num_tasks: int = option(128, "Agents of an engine.", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0)
     agent_func_path: str | None = option(
         None, "A .py file with AgentExecutor, or file.py:name of an environment.", opens="code"

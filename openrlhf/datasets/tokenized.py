@@ -204,9 +204,10 @@ class TokenizedDataset(ABC):
 
     def images(self, index: int) -> tuple[Picture, ...]:
         """Return the pictures of an example; raise DataError if they changed since the start."""
-        expected, row_id = self._table[self.row_ids[index]]["images"], self.row_ids[index]
-        if not expected:
+        row_id = self.row_ids[index]
+        if not self._facts["num_images"][row_id]:
             return ()
+        expected = self._table[row_id]["images"]
         try:
             found = self._pictures(self._read(self._rows[row_id]), row_id)
         except RowError:
@@ -394,11 +395,11 @@ class TokenizedDataset(ABC):
             unread=self._encoder.unread,
             reads_pictures=self._processor is not None,
         )
-        if pictures := values_of(self._image_key and value_at(row, self._image_key)):
-            found = with_places(found, len(pictures), begins=begins)
         system, history = row.get("system"), row.get("history")
         if begins and history:
             found = history_messages(history) + found
+        if pictures := values_of(self._image_key and value_at(row, self._image_key)):
+            found = with_places(found, len(pictures), begins=begins)
         if begins and system and found[0]["role"] not in ("system", "developer"):
             found = to_messages([{"role": "system", "content": system}]) + found
         return found

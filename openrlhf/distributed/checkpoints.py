@@ -99,11 +99,18 @@ class CheckpointStore:
             if not path.is_dir():
                 continue
             try:
-                folders.verify(path)
-                return Saved(path, step, json.loads((path / STATE).read_text()))
+                return self.read(step)
             except (CheckpointError, OSError, ValueError) as error:
                 warn(f"{error} Checkpoint {path.name} is damaged and passed over.")
         return None
+
+    def read(self, step: int) -> Saved:
+        """Return the checkpoint of a step; raise CheckpointError, OSError or ValueError where it
+        does not verify.
+        """
+        path, *_ = self.folders(step)
+        folders.verify(path)
+        return Saved(path, step, json.loads((path / STATE).read_text()))
 
     def set_aside(self, *, after_step: int) -> Path | None:
         """Move checkpoints of later steps to a folder of their own, where no rotation looks.
@@ -229,11 +236,19 @@ class RunCheckpoints:
         self.settings = settings or {}
         self.num_failed = 0  # saves in a row
         self.kept: Mapping[str, Any] | None = None  # the run's own state, as last saved or loaded
+        self.saved_step: int | None = None  # of the last states that this start has saved
 
     @property
     def resume_step(self) -> int | None:
         """Return the step the run goes on from; None: it starts new."""
         return None if self.saved is None else self.saved.step
+
+    def last(self) -> Saved | None:
+        """Return the last states that the run saved, or else goes on from; None where there are
+        none. Raise CheckpointError where they are damaged.
+        """
+        step = self.resume_step if self.saved_step is None else self.saved_step
+        return None if step is None else self.store.read(step)
 
     def find_saved(self, command: TrainingRunConfig | None) -> None:
         """Find the checkpoint that the run goes on from; all ranks call. Raises as
@@ -339,6 +354,7 @@ class RunCheckpoints:
             warn_on_main(f"{line} The earlier ones are kept, training goes on.")
             return None
         self.kept = content
+        self.saved_step = step if has_states else self.saved_step
         try:
             on_main(self.store.rotate)
         except CheckpointError as problem:

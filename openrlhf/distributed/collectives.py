@@ -93,14 +93,16 @@ def init_process_group(topology: Topology, *, rank_timeout_s: float) -> torch.de
     return device
 
 
-def _world_store(topology: Topology, timeout: timedelta) -> dist.Store | None:
-    """Return the store of the ranks; None where a launcher has one of its own."""
+def _world_store(topology: Topology, timeout: timedelta) -> dist.Store:
+    """Return the store of the ranks, torchrun's own where it has one."""
     if topology.world_size == 1:  # in its own memory: no port to race for
         return dist.HashStore()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     size = topology.world_size
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
+        # It knows the addresses of ranks before a restart (--max_restarts), too.
+        return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     return open_store(host, port, rank=topology.rank, world_size=size, timeout=timeout)
 
 

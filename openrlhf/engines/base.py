@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from openrlhf.errors import LostEngineError
 from openrlhf.utils.images import Picture
 
 Result = TypeVar("Result")
@@ -115,6 +116,13 @@ class RolloutEngine(Protocol):
     @property
     def who(self) -> str:
         """Return the name of the engine, as errors print it."""
+
+    @property
+    def is_up(self) -> bool:
+        """Return False while a new engine is started in its place; raise if none could be."""
+
+    def lose(self, why: LostEngineError) -> None:
+        """Start a new engine in its place; raise the error where that cannot be."""
 
     async def sample(self, request: GenerationRequest) -> list[Completion]:
         """Return the completions of a request; raises EngineError.

@@ -18,7 +18,13 @@ import torch.distributed as dist
 
 from openrlhf.engines import vllm_cpu
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings, WeightBucket
-from openrlhf.errors import ConfigError, EngineError, WeightSyncError, first_line
+from openrlhf.errors import (
+    ConfigError,
+    EngineError,
+    LostEngineError,
+    WeightSyncError,
+    first_line,
+)
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.threads import release_cores, telling
 
@@ -51,6 +57,7 @@ class VLLMEngine:
     """
 
     who = "the vLLM engine"
+    is_up = True
 
     def __init__(
         self, settings: Mapping[str, Any], processor: ImageProcessor | None = None
@@ -80,6 +87,10 @@ class VLLMEngine:
     def call(self, method: Callable[..., Result], *args: object) -> Result:
         """Run a method of this class."""
         return method(self, *args)
+
+    def lose(self, why: LostEngineError) -> None:
+        """Raise the error: it ends with this process."""
+        raise why
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample for all requests with continuous batching; return results in their order.
@@ -149,6 +160,8 @@ class VLLMEngine:
                     f"{len(self._waiting)} requests are running, and new weights would come in "
                     "the middle of them"
                 )
+            if not self._is_current:
+                self._rpc("break_off_weight_update")
             self._is_current = False
             self._rpc("start_weight_update")
 
@@ -313,12 +326,19 @@ class VLLMEngine:
         return self.llm.collective_rpc(method, kwargs=options)
 
     def _update(self, command: Callable[[], Result]) -> Result:
-        """Run a part of an update; the engine ends where it fails: it holds half of the weights."""
+        """Run a part of an update; the engine ends where it fails: it holds half of the weights.
+        Where it is broken off nothing is sampled until another one is whole.
+        """
 
         def run() -> Result:
             assert not self._is_current, "begin_weight_update was not called"
             try:
                 return command()
+            except EngineError:
+                raise
+            except RuntimeError as error:  # of a worker in another process, or of the device
+                self._fail(error)
+                raise EngineError(first_line(error)) from error
             except BaseException as error:
                 self._fail(error)
                 raise

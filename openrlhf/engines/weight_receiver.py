@@ -19,11 +19,14 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from openrlhf.engines import vllm_cpu
-from openrlhf.engines.weight_transfer import BucketReader, join_broadcasts, synchronize
+from openrlhf.engines.weight_transfer import Broadcasts, BucketReader, synchronize
 from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.utils.tensors import bit_sum, checksum
 
@@ -53,11 +56,15 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         device = self.device if init_info["device_type"] == "cuda" else torch.device("cpu")
         own_rank = init_info["rank_offset"] + self.parallel_config.rank
         host, port, world_size = (init_info[name] for name in ("host", "port", "world_size"))
-        group = join_broadcasts(device, host, port, rank=own_rank, world_size=world_size)
-        self.reader.join(group, device)
+        group = Broadcasts(host, port, rank=own_rank, world_size=world_size)
+        self.reader.join(group.join(device), device)
 
     def start_weight_update(self) -> None:
-        """Begin an update."""
+        """Begin an update; one that was broken off is forgotten first."""
+        for layer in self.model.modules():
+            if (info := get_layerwise_info(layer)).can_load():
+                _place_kernel_tensors(layer, info)
+                info.reset()
         self.fingerprints, self.received, self.loaded = {}, {}, set()
         initialize_layerwise_reload(self.model)
         vllm_cpu.before_reload(self.model)
@@ -192,6 +199,10 @@ def report_full_logprobs(sampler: Any) -> None:
 
 class ReceiptExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`), to be called by name in every worker."""
+
+    def break_off_weight_update(self) -> None:
+        """Let another update begin, after one that was not finished."""
+        self._weight_update_active = False
 
     def weight_receipt(self) -> dict[str, int]:
         """Return the fingerprints of the tensors received in the last update, by name."""

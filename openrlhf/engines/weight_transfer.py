@@ -6,22 +6,26 @@ have the same calls, and only this file knows which is used.
 """
 
 import os
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from openrlhf.engines.base import WeightBucket
-from openrlhf.errors import WeightSyncError
+from openrlhf.errors import EngineError, WeightSyncError, first_line
 from openrlhf.utils.rendezvous import open_store
 from openrlhf.utils.tensors import tensors_in
 
 GROUP_TIMEOUT = timedelta(seconds=600)
+LOOK_EVERY_S = 0.5  # whether a broadcast that lasts was broken off
+BROKEN_OFF = "broken_off"  # the key of the store that says so
+HERE = "here/"  # those of the members that have come
 
 Handle = tuple[Any, ...]  # opens a buffer in another process of the same place
 
@@ -101,15 +105,62 @@ def synchronize(device: torch.device) -> None:
     torch.get_device_module(device).synchronize(device)
 
 
-def join_broadcasts(
-    device: torch.device, host: str, port: int, *, rank: int, world_size: int
-) -> dist.Backend:
-    """Return a group of its own of the trainer's rank 0 and the workers of all engines, once all
-    are there.
+class Broadcasts:
+    """The trainer's rank 0 and the workers of all engines. Meeting and broadcasts can be left by
+    every member: one that is dead or stopped would hold the others until the timeout of the group.
     """
-    store = open_store(host, port, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
-    make = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-    return make(dist.PrefixStore("weights", store), rank, world_size, GROUP_TIMEOUT)
+
+    _left: ClassVar[list[object]] = []  # the end of a group waits for its broadcasts
+
+    def __init__(self, host: str, port: int, *, rank: int, world_size: int) -> None:
+        """Open the store at an address, which rank 0 serves."""
+        self._rank, self._world_size = rank, world_size
+        self._store = open_store(
+            host, port, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT, waits=False
+        )
+
+    def join(self, device: torch.device) -> "Broadcasts":
+        """Form the group once all are there; raise EngineError if that is broken off."""
+        self._store.set(f"{HERE}{self._rank}", "")
+        everyone = [f"{HERE}{rank}" for rank in range(self._world_size)]
+        self._until(lambda: self._store.check(everyone))
+        make = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+        store = dist.PrefixStore("weights", self._store)
+        self._group = make(store, self._rank, self._world_size, GROUP_TIMEOUT)
+        return self
+
+    def broadcast(self, data: Tensor) -> None:
+        """Send the bytes of rank 0 to all members; raise EngineError if that is broken off."""
+        work = self._group.broadcast(data, 0)
+        try:
+            self._until(work.is_completed)
+            work.wait()
+        except EngineError:
+            self._left.append((self._group, work, data))
+            raise
+        except RuntimeError as error:
+            raise EngineError(f"the broadcast of weights failed: {first_line(error)}") from error
+
+    def break_off(self) -> None:
+        """Have all members leave; no broadcast follows."""
+        self._store.set(BROKEN_OFF, "")
+
+    def _until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until it is so; look less often the longer it takes."""
+        begun_at, look_at_s = time.monotonic(), LOOK_EVERY_S
+        while not is_so():
+            waited_s = time.monotonic() - begun_at
+            if waited_s > look_at_s:
+                look_at_s += LOOK_EVERY_S
+                if self._is_broken_off():
+                    raise EngineError("the broadcast of weights was broken off")
+            time.sleep(min(max(waited_s / 100, 0.0001), 0.02))
+
+    def _is_broken_off(self) -> bool:
+        try:
+            return self._store.check([BROKEN_OFF])
+        except RuntimeError:  # rank 0, which serves the store, is dead
+            return True
 
 
 class BucketReader:
@@ -118,11 +169,11 @@ class BucketReader:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memories = [HostMemory(), memory_of(device)]
-        self._group: dist.Backend | None = None
+        self._group: Broadcasts | None = None
         self._received = torch.empty(0)  # what a broadcast is received into
         self._opened: dict[Handle, Tensor] = {}
 
-    def join(self, group: dist.Backend, device: torch.device) -> None:
+    def join(self, group: Broadcasts, device: torch.device) -> None:
         """Receive from this group from now on, into memory of the device."""
         self._group = group
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
@@ -143,7 +194,7 @@ class BucketReader:
             if len(self._received) < bucket.num_bytes:
                 self._received = self._received.new_empty(bucket.num_bytes)
             data = self._received[: bucket.num_bytes]
-            self._group.broadcast(data, 0).wait()
+            self._group.broadcast(data)
             return data
         if "bytes" in bucket.handle:
             return torch.tensor(bucket.handle["bytes"])

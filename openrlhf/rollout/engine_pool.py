@@ -1,16 +1,17 @@
-"""Engines as one awaitable: every request goes to the engine with the least to do, and what it
-returns is checked and decoded.
+"""Engines as one awaitable: every request goes to the engine with the least to do, and to another
+one if that is lost; what it returns is checked and decoded.
 """
 
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from openrlhf.engines.base import Completion, GenerationRequest
-from openrlhf.errors import EngineError
+from openrlhf.errors import EngineError, LostEngineError
 from openrlhf.rollout.rollout import RolloutRequest
 from openrlhf.utils.rollout import Rollout, check_completion, sequence_tensors
 from openrlhf.utils.threads import LoopThread
@@ -18,6 +19,7 @@ from openrlhf.utils.tokenizer import Tokenizer
 
 WAIT_S = 4 * 3600.0  # for one request, with those before it
 GATHER_S = 0.005  # requests that come within this time are sampled together
+LOOK_EVERY_S = 0.05  # for an engine, while none is up
 
 Completions = list[Completion]
 
@@ -26,10 +28,70 @@ class Sampler(Protocol):
     """One engine: vLLM in this process or in an actor, or a model that generates in batches."""
 
     async def sample(self, request: GenerationRequest) -> Completions:
-        """Return the completions of a request; raises EngineError.
+        """Return the completions of a request; raises EngineError, LostEngineError if another
+        engine may have them: then `is_up` tells when this one may be asked again.
 
         Cancelling it stops the sampling, and ends when the engine has stopped.
         """
+
+
+class Dispatcher:
+    """Engines of which each request takes the one with the least to do. What a lost one had is
+    sampled anew: its tokens are gone with it.
+    """
+
+    def __init__(self, samplers: Sequence[Sampler]) -> None:
+        self.samplers = list(samplers)
+        self._loads = [0] * len(self.samplers)  # samples that each engine works on
+        self._lost: set[int] = set()
+
+    async def sample(self, request: GenerationRequest, *, home: int | None = None) -> Completions:
+        """Return the completions of a request, from the engine `home` while that is up; raises
+        EngineError.
+        """
+        while True:
+            k = await self._choose(home)
+            try:
+                return await self._sample_on(k, request)
+            except LostEngineError:
+                self._lost.add(k)
+
+    def at(self, home: int) -> Sampler:
+        """Return a sampler that asks the engine `home` while that is up."""
+        return _AtHome(self, home)
+
+    async def _choose(self, home: int | None) -> int:
+        while not (up := [k for k in range(len(self.samplers)) if self._is_up(k)]):
+            await asyncio.sleep(LOOK_EVERY_S)
+        return home if home in up else min(up, key=self._loads.__getitem__)
+
+    def _is_up(self, k: int) -> bool:
+        if k in self._lost and self.samplers[k].is_up:  # type: ignore[attr-defined]
+            self._lost.remove(k)
+        return k not in self._lost
+
+    async def _sample_on(self, k: int, request: GenerationRequest) -> Completions:
+        self._loads[k] += request.sampling.num_samples
+        work = asyncio.ensure_future(self.samplers[k].sample(request))
+        try:  # wait_for would lose a cancellation that comes together with the result
+            await asyncio.wait([work], timeout=WAIT_S)
+            if not work.done():
+                raise EngineError(f"engine {k} did not respond in {WAIT_S:g} s")
+            return work.result()
+        finally:
+            if not work.done():
+                work.cancel()
+                await asyncio.wait([work])
+            self._loads[k] -= request.sampling.num_samples
+
+
+@dataclass(frozen=True)
+class _AtHome:
+    dispatcher: Dispatcher
+    home: int
+
+    async def sample(self, request: GenerationRequest) -> Completions:
+        return await self.dispatcher.sample(request, home=self.home)
 
 
 class EnginePool:
@@ -38,12 +100,11 @@ class EnginePool:
     def __init__(
         self, samplers: Sequence[Sampler], tokenizer: Tokenizer, *, vocab_size: int
     ) -> None:
-        self.samplers = list(samplers)
+        self.dispatcher = Dispatcher(samplers)
         self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers are not shared between threads
         self.vocab_size = vocab_size
         # Requests are sampled in batches: those that come together end together.
         self.in_rounds = any(isinstance(sampler, BatchSampler) for sampler in samplers)
-        self._loads = [0] * len(self.samplers)  # samples that each engine works on
 
     async def act(self, request: RolloutRequest) -> list[Rollout]:
         """Return the samples of a prompt, with their texts; raises EngineError."""
@@ -51,7 +112,7 @@ class EnginePool:
         asked = GenerationRequest(
             request.name, prompt.prompt_token_ids, request.sampling, prompt.images
         )
-        completions = await self.generate(asked)
+        completions = await self.dispatcher.sample(asked)
         if len(completions) != asked.sampling.num_samples:
             raise EngineError(
                 f"request {asked.request_id}: {len(completions)} completions, "
@@ -84,22 +145,6 @@ class EnginePool:
             )
             group.append(rollout)
         return group
-
-    async def generate(self, request: GenerationRequest) -> Completions:
-        """Return the completions of a request; raises EngineError."""
-        k = min(range(len(self._loads)), key=self._loads.__getitem__)
-        self._loads[k] += request.sampling.num_samples
-        work = asyncio.ensure_future(self.samplers[k].sample(request))
-        try:  # wait_for would lose a cancellation that comes together with the result
-            await asyncio.wait([work], timeout=WAIT_S)
-            if not work.done():
-                raise EngineError(f"engine {k} did not respond in {WAIT_S:g} s")
-            return work.result()
-        finally:
-            if not work.done():
-                work.cancel()
-                await asyncio.wait([work])
-            self._loads[k] -= request.sampling.num_samples
 
     async def close(self) -> None:
         """Leave the engines to those who started them."""

@@ -77,6 +77,7 @@ class RolloutQueue:
         self._core = AsyncController(self.limits, self.sampler.ledger)
         self._core.is_exhausted = self.sampler.cursor.is_exhausted
         self._take_up_kept()
+        self._has_weights = False
         self._stream = self.rollouts.open_stream(self.sampling)
         self._producer = asyncio.ensure_future(self._receive_all(self._stream))
         self._producer.add_done_callback(lambda _: self._news.set())

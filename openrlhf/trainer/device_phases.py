@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
+from openrlhf.errors import LostEngineError
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 
@@ -87,6 +88,13 @@ class DevicePhases:
             self.awake.clear()
 
     def _on_all(self, method: Callable[..., None], *args: object) -> None:
-        """Make the call on all engines at once: each may take a second."""
+        """Make the call on all engines at once: each may take a second. An engine that is started
+        in place of another has all of its memory.
+        """
+
+        def call(engine: RolloutEngine) -> None:
+            with suppress(LostEngineError):  # it is replaced
+                engine.call(method, *args)
+
         with ThreadPoolExecutor(max_workers=max(len(self.engines), 1)) as pool:
-            list(pool.map(lambda engine: engine.call(method, *args), self.engines))
+            list(pool.map(call, [engine for engine in self.engines if engine.is_up]))

@@ -6,6 +6,7 @@ generated ahead. The controller stages and commits; the ranks write, so on sever
 has to be shared.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +14,14 @@ from typing import Any
 
 from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.checkpoints import RUN, DataFacts, RunCheckpoints, open_checkpoints
-from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.distributed.checkpoints import (
+    RUN,
+    DataFacts,
+    RunCheckpoints,
+    Saved,
+    open_checkpoints,
+)
+from openrlhf.errors import CheckpointError, ConfigError, LostRankError
 from openrlhf.rollout.rollout_queue import RolloutQueue, write_groups
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.device_phases import DevicePhases
@@ -95,12 +102,13 @@ class RunState:
         return plain | {"sampler": self.sampler.state_dict(), "unlogged": unlogged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken."""
+        """Go on from where `state_dict` was taken; without "sampler" its place stays."""
         for name in PLAIN:
             setattr(self, name, state[name])
         if self.kl.target is None:  # a fixed one is what this command says
             self.kl_coef = self.kl.init_coef
-        self.sampler.load_state_dict(state["sampler"])
+        if "sampler" in state:
+            self.sampler.load_state_dict(state["sampler"])
         self.unlogged = Metrics(state["unlogged"])
 
     def check_is_shared(self) -> None:
@@ -132,6 +140,27 @@ class RunState:
         self.opened.kept = self.state_dict()
         if not all(has_same_ranks):
             warn("another number of ranks goes on: the same prompts, other random numbers.")
+
+    def note_begin(self) -> None:
+        """Note the state before the first step, for a run that has to begin anew."""
+        self.begin = json.dumps(self.state_dict())
+
+    def start_again(self, why: LostRankError, saved: Saved | None, *, keeps_samples: bool) -> None:
+        """Start the trained models again from a checkpoint, or as the run began, and go back there.
+        `keeps_samples`: the next step has its samples, and their ledger stays as it is.
+        """
+        for role, group in self.groups.items():
+            group.start_again(why if role == why.role else None)
+            self.phases.put_away(group)
+        state = json.loads(self.begin) if saved is None else saved.state[RUN]
+        for group in self.groups.values() if saved is not None else ():
+            with self.phases.update(group):
+                group.call(TrainedWorker.load_states, str(saved.path))
+        if keeps_samples:
+            del state["sampler"]
+        self.load_state_dict(state)
+        if not keeps_samples and saved is not None and isinstance(self.sampler, RolloutQueue):
+            self.sampler.load_groups(saved.path)
 
     def write(self, folder: Path) -> None:
         """Write the states of all models, and finished samples that wait for later steps."""

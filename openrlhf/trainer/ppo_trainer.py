@@ -13,17 +13,21 @@ Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Bui
 `commands.train_rl`.
 """
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptCursor
+from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.errors import EngineError, RewardError
+from openrlhf.errors import EngineError, LostEngineError, LostRankError, RewardError
 from openrlhf.rollout.evaluation import evaluation_metrics
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
@@ -81,6 +85,12 @@ class PPOTrainer:
         self.is_compared = False  # True once engine and trainer were, in this run
         self.is_told = False  # True once it was said that the reward rises alone
         self.is_ended = False  # True once a callback, or --early_stop, has asked for it
+        self._undone: list[Rollout] = []  # samples of the step that is under way
+        self._generated = Metrics()  # of these samples
+        self._sending = threading.Lock()  # held while weights are sent
+        self._has_failed = False  # whether an engine did when weights were sent last
+        if cluster.recovery is not None:
+            cluster.recovery.prepare(self.phases.turn, self.update_engine)
         algo, train = config.algo, config.train
         teaching = GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)
         self.sampler = StepSampler(
@@ -97,40 +107,94 @@ class PPOTrainer:
         """Run all episodes from where the run stands; evaluate before the first step, every
         `--eval_steps`, at the end.
         """
-        state = self.state
+        self.state.note_begin()
+        is_begun = is_finished = False
+        why: LostRankError | None = None
+        while not is_finished:
+            try:
+                if why is not None:
+                    self.start_again(why)
+                    why = None
+                if not is_begun:
+                    self.begin()
+                    is_begun = True
+                while not self.is_over:
+                    self.do_step()
+                self.finish()
+                is_finished = True
+            except LostRankError as error:
+                why = error
+        self.tracker.close()
+
+    def begin(self) -> None:
+        """Give the engines their first weights; evaluate a policy that nothing was done to."""
         self.broadcast_to_vllm()
-        if state.global_step == 0:
+        if self.state.global_step == 0:
             self.evaluate(global_step=0)
         self.end_if_stalled()
-        self.clock = RunClock(state.global_step)  # the pace leaves out the first evaluation
-        while not self.is_over:
-            metrics = Metrics()
-            with timed("step_total", metrics):
-                rollouts = self.generate_unless_stopped(metrics)
-                if rollouts:
-                    state.global_step += 1
-                    experience = self.train_step(rollouts, state.global_step, metrics)
-                    file = self.write_samples(rollouts, experience, metrics)
-            if not rollouts:  # no prompt had a signal, or a reward
-                if not self.is_over:
-                    state.unlogged.merge(metrics)
-                continue
-            self.report(state.global_step, metrics, rollouts, file)
-            for callback in self.callbacks:
-                callback.on_step_end(self, state.global_step, self.values_of(metrics))
-            every = self.config.eval.steps
-            if self.is_over or (every > 0 and state.global_step % every == 0):
-                self.evaluate(state.global_step)
-                self.end_if_stalled()
-            self.save_if_due()
-            if stopping.is_asked() and not self.is_over:
-                self.stop()
+        self.clock = RunClock(self.state.global_step)  # the pace leaves out the first evaluation
+
+    def finish(self) -> None:
+        """Log, evaluate and save what is left of the last step."""
+        state = self.state
         self.log(state.global_step)
         self.check_has_learnt()
         if [found["step"] for found in state.evaluations[-1:]] != [state.global_step]:
             self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
-        self.tracker.close()
+
+    def do_step(self) -> None:
+        """Make a step, with the samples of one that was not finished if there are any; report,
+        evaluate and save what is due.
+        """
+        state, metrics = self.state, Metrics()
+        with timed("step_total", metrics):
+            if not self._undone:
+                self._generated = Metrics()
+                self._undone = self.generate_unless_stopped(self._generated)
+            metrics.merge(self._generated)
+            if rollouts := self._undone:
+                state.global_step += 1
+                experience = self.train_step(rollouts, state.global_step, metrics)
+                self._undone = []
+                file = self.write_samples(rollouts, experience, metrics)
+        if not rollouts:  # no prompt had a signal, or a reward
+            if not self.is_over:
+                state.unlogged.merge(metrics)
+            return
+        self.report(state.global_step, metrics, rollouts, file)
+        for callback in self.callbacks:
+            callback.on_step_end(self, state.global_step, self.values_of(metrics))
+        every = self.config.eval.steps
+        if self.is_over or (every > 0 and state.global_step % every == 0):
+            self.evaluate(state.global_step)
+            self.end_if_stalled()
+        self.save_if_due()
+        if stopping.is_asked() and not self.is_over:
+            self.stop()
+
+    def start_again(self, why: LostRankError) -> None:
+        """Go on from the last checkpoint with new ranks in place of lost ones, and with the samples
+        of the step under way where they are of its policy.
+        """
+        if why.role not in self.state.groups:
+            raise why
+        lost_at, saved = time.monotonic(), self.state.opened.last()
+        last_step = 0 if saved is None else saved.step
+        if self.state.global_step != last_step + 1:
+            self._undone = []
+        resampling = nullcontext() if self._undone else self.resampling()
+        with resampling, self.phases.training(), self._sending:
+            self.state.start_again(why, saved, keeps_samples=bool(self._undone))
+        self.tracker.rewind(self.state.global_step)
+        self.broadcast_to_vllm()
+        seconds, step = time.monotonic() - lost_at, self.state.global_step
+        notice(f"{why.role} is up again after {seconds:.1f} s: going on behind step {step}")
+
+    @contextmanager
+    def resampling(self) -> Iterator[None]:
+        """Forget the samples of later steps; sample nothing inside."""
+        yield
 
     def end(self) -> None:
         """End the run after this step, as after its last: it is evaluated, saved and exported."""
@@ -186,7 +250,9 @@ class PPOTrainer:
     def stop(self) -> NoReturn:
         """Save and end the run because the user asked for it."""
         for engine in self.engines:  # they may be at work, and are not needed any more
-            engine.call(VLLMEngine.shutdown)
+            with suppress(EngineError):
+                if engine.is_up:
+                    engine.call(VLLMEngine.shutdown)
         self.phases.engines.clear()
         with self.phases.training():
             folder, outcome = self.state.opened.save_last(self.state)
@@ -275,14 +341,41 @@ class PPOTrainer:
 
     def broadcast_to_vllm(self) -> None:
         """Send the policy's weights to the engines; returns only when every engine has proved to
-        hold them.
+        hold them, or is being replaced.
         """
         if self.engines:
-            keep_running = self.config.train.partial_rollout_enable
-            with self.phases.sync():
-                self.groups["actor"].call(
-                    PolicyModelActor.broadcast_to_vllm, self.engines, keep_running
-                )
+            with self.phases.sync(), self._sending:
+                self._send([engine for engine in self.engines if engine.is_up])
+
+    def update_engine(self, engine: Any) -> None:
+        """Send the policy's weights to an engine in place of a lost one, and let it be used; raise
+        LostEngineError if it is lost, too.
+        """
+        with self._sending:
+            for reason in self._send([engine]):
+                raise LostEngineError(reason)
+            engine.is_lost = False
+
+    def _send(self, engines: Sequence[RolloutEngine]) -> list[str]:
+        """Send the weights, again to engines whose peers have failed. Have those replaced that have
+        failed themselves; return the reasons.
+        """
+        actor, keep_running = self.groups["actor"], self.config.train.partial_rollout_enable
+        send, num_engines = PolicyModelActor.broadcast_to_vllm, len(self.engines)
+        lost: list[str] = []
+        tried: list[RolloutEngine] = []
+        while engines:
+            failed = actor.call(send, engines, keep_running, num_engines, self._has_failed)[0]
+            self._has_failed = bool(failed)
+            again = []
+            for index, (reason, is_lost) in failed.items():
+                if is_lost or engines[index] in tried:
+                    engines[index].lose(LostEngineError(reason))
+                    lost.append(reason)
+                else:
+                    again.append(engines[index])
+            tried, engines = [*tried, *again], again
+        return lost
 
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Save a checkpoint every `--save_steps`, and of the end."""

@@ -1,6 +1,7 @@
 """Asynchronous RL: the step of PPOTrainer behind a bounded queue, filled while it trains."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ class PPOTrainerAsync(PPOTrainer):
         with self.queue:
             super().fit()
             say_dropped(self.queue.take_failed(), self.inputs.prompts)
+
+    @contextmanager
+    def resampling(self) -> Iterator[None]:
+        self.queue.__exit__(None, None, None)
+        yield
+        self.queue.__enter__()
 
     @property
     def is_over(self) -> bool:

@@ -243,7 +243,7 @@ class ImageProcessor:
         """
         num_places = sum(token_id == self.image_token_id for token_id in token_ids)
         if num_places != len(pictures):
-            raise PictureError(f"{num_places} places for images, and {len(pictures)} images")
+            raise PictureError(f"images: {len(pictures)}, and places for them: {num_places}")
         left = iter(pictures)
         return [
             self.num_tokens(next(left)) if token_id == self.image_token_id else 1

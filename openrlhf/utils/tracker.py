@@ -52,16 +52,20 @@ class Tracker:
         self.path = Path(run_dir) / METRICS_FILE
         self.sinks = sinks
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None and self.path.exists():
-            kept = [record for record in self.records() if record["step"] <= resume_step]
+        if resume_step is not None:
+            self.rewind(resume_step)
+
+    def rewind(self, step: int) -> None:
+        """Drop the records and samples of later steps, which come again."""
+        if self.path.exists():
+            kept = [record for record in self.records() if record["step"] <= step]
             unfinished = self.path.with_suffix(".partial")
             unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept))
             unfinished.replace(self.path)
-        if resume_step is not None:
-            for path in (self.path.parent / ROLLOUTS).glob("*.parquet"):
-                number = path.stem.rpartition("_")[2]
-                if number.isdecimal() and int(number) > resume_step:
-                    path.unlink()
+        for path in (self.path.parent / ROLLOUTS).glob("*.parquet"):
+            number = path.stem.rpartition("_")[2]
+            if number.isdecimal() and int(number) > step:
+                path.unlink()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line; a full disk costs the line and one warning."""

@@ -55,6 +55,11 @@ def test_check_shows_size_and_tokens_of_each_picture(capsys):
     assert "<|user|><|vision_start|><|image_pad|><|vision_end|>what?" in said
 
 
+def test_check_counts_the_weights_of_a_frozen_tower_as_not_trained(capsys):
+    assert exit_code(check.main, f"{SFT} --freeze_visual_encoder".split()) == 0
+    assert "parameters  419.7k, 108.2k trained" in capsys.readouterr().out
+
+
 SAYS = "reads images, which this does not support. Leave it out."
 REFUSED = [
     (f"{SFT} --ring_attn_size 2", f"--ring_attn_size 2: vision {SAYS}"),

@@ -140,9 +140,18 @@ def test_a_prompt_carries_its_pictures_and_not_their_column(model, folder):
     ]
 
 
+def test_the_turns_of_a_history_have_places_too(model, folder):
+    files = [str(folder / name) for name in ("wide.png", "small.png")]
+    row = {"system": "s", "history": [["<image>a", "b"]], "prompt": "<image>c", "answer": "d"}
+    data = data_set(model, [row | {"images": files}], apply_chat_template=True)
+    text = load_tokenizer(model).decode(data[0].token_ids)
+    seen = [part.count("<|image_pad|>") for part in text.split("<|user|>")]
+    assert seen == [0, 2, 1]
+
+
 BAD = [
-    ({"prompt": "<image>a<image>", "images": ["small.png"]}, "2 places for images, and 1 image"),
-    ({"prompt": "<image>a", "images": ["small.png"] * 2}, "1 places for images, and 2 image"),
+    ({"prompt": "<image>a<image>", "images": ["small.png"]}, "images: 1, and places for them: 2"),
+    ({"prompt": "<image>a", "images": ["small.png"] * 2}, "images: 2, and places for them: 1"),
     ({"prompt": "a", "images": ["gone.png"]}, "'gone.png' is neither a file nor base64"),
     ({"prompt": "a", "images": ["torn.png"]}, "an image that cannot be decoded"),
     ({"prompt": "a", "images": ["http://a.b/c.png"]}, "is a URL: images are not fetched"),

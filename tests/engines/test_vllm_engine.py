@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,22 @@ def test_an_update_that_is_not_whole_is_named_and_ends_the_engine(tiny_model_dir
     for ask in (lambda: waiting.result(5), lambda: engine.generate([request(max_new_tokens=1)])):
         with pytest.raises(EngineError, match=f"vLLM engine is down: .*{said}"):
             ask()
+    engine.shutdown()
+
+
+def test_an_update_that_was_broken_off_leaves_nothing_behind(tiny_model_dir):
+    engine, trained = start(tiny_model_dir), load(tiny_model_dir)
+    shake(trained, 1)
+    for num_buckets in (0, 1, 4, 1000):
+        engine.begin_weight_update(True)
+        for bucket in islice(buckets(weights(trained), 2**15), num_buckets):
+            engine.receive_bucket(bucket)
+        [waiting] = engine.submit([request(temperature=0.0, max_new_tokens=16)])
+        assert not engine.is_busy  # nothing is sampled by half of the weights
+        shake(trained, 2)
+        send(engine, weights(trained), 2)
+        [after] = waiting.result(60)
+        assert after.token_ids == greedy(trained, 16)
     engine.shutdown()
 
 

@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from openrlhf.engines.weight_transfer import BucketReader, join_broadcasts
+from openrlhf.engines.weight_transfer import Broadcasts, BucketReader
 from openrlhf.trainer.workers.weight_sync import HandleTransport, WeightTransport
 from openrlhf.utils.tensors import fingerprint
 from tests.gpu.engines import endpoint
@@ -29,7 +29,7 @@ def read_all(connection: Connection, port: int | None) -> None:
     """In a process of its own: answer the fingerprints of every bucket."""
     reader = BucketReader(CPU)
     if port is not None:
-        reader.join(join_broadcasts(CPU, "127.0.0.1", port, rank=1, world_size=2), CPU)
+        reader.join(Broadcasts("127.0.0.1", port, rank=1, world_size=2).join(CPU), CPU)
     while (bucket := connection.recv()) is not None:
         connection.send({name: fingerprint(tensor) for name, tensor in reader.read(bucket)})
 
@@ -44,14 +44,14 @@ def test_another_process_reads_what_was_written(way):
     process.start()
     group = None
     if way == "broadcast":
-        group = join_broadcasts(CPU, host, port, rank=0, world_size=2)
+        group = Broadcasts(host, port, rank=0, world_size=2).join(CPU)
     transport = writer()
     for version in range(3):
         tensors = [(name, tensor + version) for name, tensor in WEIGHTS]
         for bucket, data in transport.buckets(tensors):
             ours.send(bucket)
             if group:
-                group.broadcast(data, 0).wait()
+                group.broadcast(data)
             assert ours.recv() == {name: fingerprint(tensor) for name, tensor in tensors}
         transport.finish()
     ours.send(None)

@@ -9,6 +9,8 @@ from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.packing import PACKED_ATTENTION, PackedRow, ScoreOptions
 from openrlhf.models.value_head import CriticModel
 from openrlhf.utils.packing import PackedBatch
+from tests.helpers import tiny_vision
+from tests.helpers.vision_samples import Samples
 from tests.models.helpers import (
     FAMILIES,
     command,
@@ -56,6 +58,15 @@ def test_packed_fp32_on_cuda_equals_one_sequence_at_a_time(architecture, tmp_pat
     assert expected.keys() == actual.keys()
     for name, grad in expected.items():
         torch.testing.assert_close(actual[name], grad, atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("kind", tiny_vision.KINDS)
+def test_a_packed_row_with_images_on_cuda_equals_that_on_a_cpu(kind, tmp_path):
+    batch = Samples(str(tiny_vision.make(kind, tmp_path))).batch()
+    actor = load_actor(tmp_path, torch.float32)
+    found = actor(batch.to("cuda")).logprobs
+    expected = actor.cpu()(batch).logprobs
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("num_earlier", [0, 37])  # keys of the first sequence before its queries

@@ -114,7 +114,8 @@ def test_a_killed_process_is_named_and_the_same_command_goes_on(
     title: str,
     who: str,
 ) -> None:
-    flags = FLAGS + "--num_episodes 2 --save_steps 2 --partial_rollout --async_queue_size 2"
+    flags = FLAGS + "--num_episodes 2 --save_steps 2 --partial_rollout --async_queue_size 2 "
+    flags += "--max_restarts 0"
     given["ckpt_path"] = given["save_path"] / "ckpt"
     struck_at, num_settled, settle = list[float](), itertools.count(1), RolloutQueue.settle
 

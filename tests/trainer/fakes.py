@@ -131,6 +131,7 @@ class FakeActor:
     def call(self, method, *args, **options):
         assert method.__name__ == PolicyModelActor.broadcast_to_vllm.__name__
         self.world.receive_weights()
+        return [{}]  # no engine has failed
 
 
 class FakeRollouts(Rollouts):
@@ -211,7 +212,10 @@ def make_trainer(
             pass_rate="eval/eval_default_pass1",
         ),
         SimpleNamespace(  # type: ignore[arg-type]
-            groups=groups, engines=["engine"], policy_dtype=policy_dtype
+            groups=groups,
+            engines=[SimpleNamespace(is_up=True)],
+            policy_dtype=policy_dtype,
+            recovery=None,
         ),
         forwards={},
         rollouts=FakeRollouts(world),

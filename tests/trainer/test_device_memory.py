@@ -134,6 +134,7 @@ class NotedEngine:
     """An engine that notes when it sleeps."""
 
     who = "the engine"
+    is_up = True
 
     def __init__(self, engine: ReceivingModel, events: list[Event]) -> None:
         self.engine, self.events = engine, events

@@ -5,16 +5,19 @@ sample once an epoch, on exactly one rank, with global denominators.
 import pickle
 import time
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.trainer.ppo_utils.update_plan import (
     num_updates_per_rollout,
 )
+from openrlhf.trainer.workers.model_worker import ModelWorker
 from openrlhf.utils.images import Picture
 from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
@@ -118,3 +121,12 @@ def test_images_stay_with_their_samples_and_a_prompt_s_samples_carry_them_once()
         for step in share:
             numbers = step.experience.group_ids.tolist()
             assert step.experience.images == tuple(samples[k].images for k in numbers)
+
+
+def test_tokens_of_images_cost_twice() -> None:
+    """Placeholders are tokens 8: two of the first sample, none of the second."""
+    samples = [rollout([3, 8, 8], [1], images=(BIG,)), rollout([3, 4], [1, 2, 3])]
+    worker = ModelWorker(PPOConfig(), "actor", "")
+    worker.__dict__["image_processor"] = SimpleNamespace(image_token_id=8)
+    assert worker.costs(Experience.from_rollouts(samples)) == [6, 5]
+    assert worker.costs(Experience.from_rollouts(samples[1:])) == [5]

@@ -6,11 +6,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from openrlhf.commands import check_memory as memory
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import empty_model, load_config
+from openrlhf.utils.packing import PackedBatch
 from tests.source import ROOT
 
 # Hidden size, layers, heads, key heads, MLP, vocabulary; the smallest ties its embeddings.
@@ -24,6 +30,7 @@ SIZES = {
 TIED = ("1.5B",)
 COMMON = "--pretrain m --prompt_data d --remote_rm_url r.py --bf16 --gradient_checkpointing"
 NUM_TOKENS = 8192  # of a micro-batch
+WITNESSED_TOKENS = 4096
 # Column of the first table -> number of ranks and flags.
 TRAINING = {
     "1 GPU": (1, "--zero_stage 2"),
@@ -108,6 +115,45 @@ def test_the_guide_has_the_numbers_that_check_works_out(tmp_path):
     guide = (ROOT / "docs" / "hardware.md").read_text()
     for expected in tables(tmp_path):
         assert expected in guide, f"python -m tests.trainer.test_hardware_guide\n{expected}"
+
+
+def witnessed(path: str, *, recomputes: bool) -> int:
+    """Bytes at the peak of a forward and backward pass that torch walks without memory, with
+    gradients that are taken away as soon as they are there, as ZeRO does.
+    """
+    command = parse_config(PPOConfig, COMMON.split()).config
+    model_config = load_config(path)
+    model = empty_model(model_config, command, dtype=torch.bfloat16, scores=False)
+    token_ids = torch.zeros(WITNESSED_TOKENS, dtype=torch.int64)
+    batch = PackedBatch.from_sequences([token_ids], [torch.arange(len(token_ids)) > 0])
+    # Known before: a tensor without memory does not say where its numbers are true.
+    assert len(batch.targets) + 1 == len(batch.position_ids) == int(batch.cu_seqlens[-1])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        actor = Actor(model.to_empty(device="cpu")).train()
+        if recomputes:
+            actor.gradient_checkpointing_enable()
+        for parameter in actor.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        tracker = MemTracker()
+        tracker.track_external(actor)
+        with tracker:
+            actor(batch).logprobs.sum().backward()
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("name", ["7B", "72B"])
+def test_the_estimate_of_a_micro_batch_is_within_a_tenth_of_what_torch_allocates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, recomputes: bool
+) -> None:
+    monkeypatch.setitem(SIZES, "72B", (8192, 16, *SIZES["72B"][2:]))  # all 80 take five minutes
+    path = make_config(tmp_path, name)
+    command = parse_config(PPOConfig, COMMON.split()).config
+    model = memory.Model(path, trains=True, recomputes=recomputes, num_tokens=WITNESSED_TOKENS)
+    shape = memory.shape_of(model, command, command.ds, is_cuda=False)
+    estimate = shape.num_bytes(command.ds) + memory.activations(shape, model, command.ds)
+    assert estimate == pytest.approx(witnessed(path, recomputes=recomputes), rel=0.1)
 
 
 if __name__ == "__main__":

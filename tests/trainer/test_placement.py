@@ -143,6 +143,8 @@ def test_a_tensor_parallel_engine_leads_workers_on_shares_of_its_gpus(
 class FakeSleeper:
     """Notes what it is told."""
 
+    is_up = True
+
     def __init__(self) -> None:
         self.calls: list[str] = []
 

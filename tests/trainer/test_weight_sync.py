@@ -1,6 +1,7 @@
 """How weights travel, and that a sync is only over when every engine has shown what it holds."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,8 +12,8 @@ import torch
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import WeightBucket
-from openrlhf.engines.weight_transfer import BucketReader, HostMemory, join_broadcasts
-from openrlhf.errors import WeightSyncError
+from openrlhf.engines.weight_transfer import Broadcasts, BucketReader, HostMemory
+from openrlhf.errors import LostEngineError, WeightSyncError
 from openrlhf.trainer.workers import weight_sync
 from openrlhf.trainer.workers.weight_sync import (
     BroadcastTransport,
@@ -78,8 +79,10 @@ class FakeEngine:
     def init_weight_transfer(self, info: dict) -> None:
         self.info = info
         rank, size = info["rank_offset"], info["world_size"]
-        group = join_broadcasts(CPU, info["host"], info["port"], rank=rank, world_size=size)
-        self.reader.join(group, CPU)
+        if self.fault == "absent":
+            raise LostEngineError(f"{self.who} died: pid 7 was killed by SIGKILL")
+        group = Broadcasts(info["host"], info["port"], rank=rank, world_size=size)
+        self.reader.join(group.join(CPU), CPU)
 
     def begin_weight_update(self, keep_running: bool) -> None:
         self.keeps_running = keep_running
@@ -88,6 +91,11 @@ class FakeEngine:
     def receive_bucket(self, bucket: WeightBucket) -> None:
         if self.fault == "broken":
             raise WeightSyncError(f"no room for {bucket.names[0]}")
+        if self.fault == "dies" and len(self.buckets) == 1:
+            raise LostEngineError(f"{self.who} died: pid 7 was killed by SIGKILL")
+        if self.fault == "hangs" and len(self.buckets) == 1:
+            time.sleep(3)
+            return
         self.buckets.append(bucket.names)
         if "object" in bucket.handle:
             bucket = replace(bucket, handle={"bytes": ray.get(bucket.handle["object"])})
@@ -137,6 +145,38 @@ def test_an_engine_without_proof_is_refused_by_name(way, fault, message):
     engines = [FakeEngine(), engine]
     with pytest.raises(WeightSyncError, match=message):
         connected(engines, way).send(WEIGHTS, 3)
+
+
+@pytest.mark.parametrize("way", [HandleTransport, BroadcastTransport])
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_engines_hold_the_weights_though_a_peer_is_lost_on_the_way(way, fault):
+    lost, other = FakeEngine(fault), FakeEngine()
+    lost.who, other.who = "vllm-0", "vllm-1"
+    transport = connected([lost, other], way)
+    transport.wait_s = 1.0
+    started = time.monotonic()
+    transport.send(WEIGHTS, 3)
+    assert time.monotonic() - started < 8
+    why = {"dies": "vllm-0 died: pid 7 was killed by SIGKILL", "hangs": "vllm-0 took no weights"}
+    reason, is_lost = transport.failed.pop(0)
+    assert reason.startswith(why[fault]) and is_lost
+    if way is BroadcastTransport:  # its group is broken: it takes them by another one
+        assert [failure.is_lost for failure in transport.failed.values()] == [False]
+        connected([other], way).send(WEIGHTS, 3)
+    else:
+        assert not transport.failed
+    assert all(torch.equal(other.held[name], tensor) for name, tensor in WEIGHTS)
+
+
+def test_an_engine_that_never_comes_to_the_group_does_not_hold_the_others():
+    lost, other = FakeEngine("absent"), FakeEngine()
+    lost.who, other.who = "vllm-0", "vllm-1"
+    started = time.monotonic()
+    transport = connected([lost, other], BroadcastTransport)
+    transport.send(WEIGHTS, 3)
+    assert time.monotonic() - started < 8
+    assert {k: failure.is_lost for k, failure in transport.failed.items()} == {0: True, 1: False}
+    assert not other.buckets
 
 
 class Place(HostMemory):

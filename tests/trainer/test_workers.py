@@ -101,7 +101,8 @@ def test_the_death_of_a_worker_names_role_rank_and_node(group: RayActorGroup) ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_error_of_an_engine_names_it_and_its_node() -> None:
-    engine = RayEngine(ray.remote(Engine).options(num_cpus=0.01).remote(), "vllm-1")
+    actor = ray.remote(Engine).options(num_cpus=0.01).remote()
+    engine = RayEngine("vllm-1", handle=actor)
     assert engine.who == "vllm-1"
     engine.ready()
     with pytest.raises(EngineError) as caught:

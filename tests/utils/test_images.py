@@ -70,7 +70,7 @@ def test_a_placeholder_becomes_as_many_as_the_picture_has_tokens(folder):
     assert found.pixels.shape == (28, 3 * 2 * 14 * 14)
     joined = Images.concat([processor.pixels([large]), processor.pixels([small])])
     assert torch.equal(joined.pixels, found.pixels)
-    with pytest.raises(PictureError, match="1 places for images, and 2 images"):
+    with pytest.raises(PictureError, match="images: 2, and places for them: 1"):
         processor.expand([5, pad], [large, small])
 
 

@@ -22,7 +22,7 @@ from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult, Segment
 from openrlhf.rollout.agents.worker import serve
-from openrlhf.rollout.engine_pool import Sampler
+from openrlhf.rollout.engine_pool import Dispatcher, Sampler
 from openrlhf.rollout.rollout import RolloutRequest, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.agent import AgentError
@@ -193,7 +193,8 @@ class AgentEpisodes:
     ) -> None:
         self.tokenizer = setup.tokenizer
         self.policy = policy
-        self.workers = [AgentWorker(setup, sampler) for sampler in samplers]
+        engines = Dispatcher(samplers)
+        self.workers = [AgentWorker(setup, engines.at(k)) for k in range(len(samplers))]
 
     async def start(self) -> None:
         """Start the workers; raises ConfigError for a file that cannot act."""

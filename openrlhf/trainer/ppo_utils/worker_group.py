@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
+from openrlhf.errors import LostRankError
+from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.utils.threads import release_cores
 
@@ -22,6 +24,7 @@ class WorkerGroup:
     """
 
     num_shares = 1  # of samples; several ranks work on one where they split its rows or weights
+    model_args: tuple[Any, ...] = ()  # what `init_model` of every rank takes
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
@@ -39,6 +42,12 @@ class WorkerGroup:
         """Call `method` with the same arguments on every rank; return the results, by rank."""
         return self.start(method, [args])()
 
+    def start_again(self, why: LostRankError | None = None) -> None:
+        """Start all ranks again with the model that they began with, `why` if one was lost; raise
+        EngineError where that is not to be.
+        """
+        raise AssertionError("ranks in this process are lost with it")
+
     def divide(self, method: Callable[..., Any], items: Sequence[Any]) -> list[Any]:
         """Call `method` with a part of the items on each share; return the results of all items, in
         order.
@@ -54,12 +63,29 @@ def start_forward(
     group: WorkerGroup, method: Callable[..., Any], experience: Experience
 ) -> Callable[[], Tensor]:
     """Send shares of experience, balanced by tokens, to the ranks of a group; return a function
-    that waits for a flat (N,) or (B,) column in sample order.
+    that waits for a flat (N,) or (B,) column in sample order. A frozen model whose rank is lost
+    meanwhile is started again for it.
     """
     parts = balanced_partitions(experience.seq_lengths.tolist(), group.num_shares)
     sequences = experience.having(())
-    pending = group.start(method, ((sequences.select(part),) for part in parts))
-    return lambda: scatter_back(pending(), parts, experience.num_actions)
+
+    def start() -> Pending:
+        return group.start(method, ((sequences.select(part),) for part in parts))
+
+    pending = start()
+
+    def wait() -> Tensor:
+        nonlocal pending
+        while True:
+            try:
+                return scatter_back(pending(), parts, experience.num_actions)
+            except LostRankError as why:
+                if why.role in TRAINED_ROLES:
+                    raise
+                group.start_again(why)
+                pending = start()
+
+    return wait
 
 
 def run_forwards(

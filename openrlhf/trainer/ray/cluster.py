@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-import ray
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.generation import GenerationRunConfig
@@ -16,8 +15,16 @@ from openrlhf.trainer.local_cluster import (
 from openrlhf.trainer.ppo_utils.demands import role_demands
 from openrlhf.trainer.ray.launcher import RayActorGroup, RaySession, ray_session
 from openrlhf.trainer.ray.placement import place, view_cluster
+from openrlhf.trainer.ray.recovery import EngineRecovery
+from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
-from openrlhf.trainer.ray.watch import Watch, Watched, WatchedRay
+from openrlhf.trainer.ray.watch import (
+    Watch,
+    Watched,
+    WatchedEngine,
+    WatchedRank,
+    WatchedRay,
+)
 from openrlhf.utils.progress import progress
 
 
@@ -42,8 +49,11 @@ def ray_cluster(
         slots, place_groups = place(demands, view, num_roles_at_once=num_at_once)
         for place_group in place_groups:
             at_the_end(remove_placement_group, place_group)
+        restarts = Restarts(config.train.max_restarts)
         groups = {
-            role: RayActorGroup(kind, config, slots[role], role=role, run_dir=run_dir)
+            role: RayActorGroup(
+                kind, config, slots[role], role=role, run_dir=run_dir, restarts=restarts
+            )
             for role, kind in classes.items()
         }
         engines = []
@@ -54,10 +64,14 @@ def ray_cluster(
                 config, dtype=dtype, resume_step=resume_step, executor=executor
             )
             processor = policy_processor(config)
-            engines = create_vllm_engines(settings, slots["vllm"], processor, run_dir=run_dir)
-        handles = [handle for group in groups.values() for handle in group.handles]
-        for handle in [*handles, *(engine.handle for engine in engines)]:
-            at_the_end(ray.kill, handle)
+            wait_s = config.train.node_wait_s
+            engines = create_vllm_engines(
+                settings, slots["vllm"], processor, run_dir=run_dir, node_wait_s=wait_s
+            )
+        for group in groups.values():
+            at_the_end(group.kill)
+        for engine in engines:
+            at_the_end(engine.kill)
         with progress("starting workers", len(groups) + len(engines)) as advance:
             for group in groups.values():
                 group.join()
@@ -65,8 +79,10 @@ def ray_cluster(
             for engine in engines:
                 engine.ready()
                 advance()
+        recovery = EngineRecovery(engines, restarts)
+        at_the_end(recovery.close)
         stack.enter_context(Watch(_watched(config, session, groups.values(), engines)))
-        yield Cluster(demands, view, dtype, groups, engines)
+        yield Cluster(demands, view, dtype, groups, engines, recovery)
 
 
 def _watched(
@@ -79,8 +95,7 @@ def _watched(
     for who, process in session.processes.items():
         yield WatchedRay(who, process, limit_s, "--rank_timeout_s")
     for group in groups:
-        for rank, handle in enumerate(group.handles):
-            yield Watched(group.who(rank), handle, limit_s, "--rank_timeout_s", has_bar=rank == 0)
+        for rank in range(len(group.handles)):
+            yield WatchedRank(group, rank, limit_s)
     for engine in engines:
-        who = f"engine {engine.who}"
-        yield Watched(who, engine.handle, engine_limit_s, "--engine_timeout_s")
+        yield WatchedEngine(engine, engine_limit_s)

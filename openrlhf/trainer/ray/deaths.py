@@ -12,7 +12,8 @@ from openrlhf.errors import EngineError
 RAY_PROCESSES = {"raylet": "raylet", "gcs_server": "GCS"}  # without which no run goes on
 GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 NUM_LINES = 3  # of a log
-NOISE = re.compile(r"\[[^\]]* [DIW] \d+ \d+\]|:\w+:")  # Ray's own lines about what goes well
+# Lines of Ray and of vLLM about what goes well.
+NOISE = re.compile(r"\[[^\]]* [DIW] \d+ \d+\]|:\w+:|\S+ \S+ (DEBUG|INFO) ")
 # What faulthandler writes of a signal that a process cannot outlive.
 CRASHES = {
     "Segmentation fault": signal.SIGSEGV,
@@ -24,12 +25,14 @@ CRASHES = {
 
 
 def ray_processes() -> dict[str, psutil.Process]:
-    """Return the raylet and the GCS of the connected cluster by name, as far as they run here."""
-    session = ray._private.worker._global_node.session_name
+    """Return this process's raylet and the cluster's GCS by name, as far as they run here."""
+    node = ray._private.worker._global_node
+    # Another raylet here is another node, in a cluster that only plays several machines.
+    marks = {"raylet": node.raylet_socket_name, "gcs_server": node.session_name}
     found = {}
     for process in psutil.process_iter(["name", "cmdline"]):
         name, words = process.info["name"], process.info["cmdline"] or ()
-        if name in RAY_PROCESSES and any(session in word for word in words):
+        if name in RAY_PROCESSES and any(marks[name] in word for word in words):
             found[f"Ray's {RAY_PROCESSES[name]}"] = process
     return found
 
@@ -64,15 +67,13 @@ def death_of_ray(who: str, process: psutil.Process) -> EngineError:
     return EngineError(f"{who} died: pid {process.pid} {how}{last_lines(folder / f'{name}.err')}")
 
 
-def death_of_worker(text: str, who: str, log: str) -> EngineError:
-    """Return the error for a rank or an engine whose process has died, by what Ray says of it,
+def death_of_worker(text: str, who: str, log: str) -> str:
+    """Return a sentence about a rank or an engine whose process has died, by what Ray says of it,
     without its guesses; `log` begins the names of its logs.
     """
     pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
-    files = sorted(
-        Path(log).parent.glob(f"{Path(log).name}*"), key=lambda file: file.stat().st_mtime
-    )
-    said = files[-1].read_text(errors="replace") if files else ""
+    file = latest_log(log)
+    said = file.read_text(errors="replace") if file else ""
     crash = re.search(r"^Fatal Python error: (.+?)$", said, re.MULTILINE)
     code = re.search(r"exit code (\d+)", text)
     if crash:
@@ -84,13 +85,21 @@ def death_of_worker(text: str, who: str, log: str) -> EngineError:
     elif code:
         how = f"exited with code {code[1]}"
     else:
-        return EngineError(f"{who} died: {text.splitlines()[-1].strip()}")
+        return f"{who} died: {text.splitlines()[-1].strip()}"
     own = f"pid {pid[1]} {how}" if pid else how
-    return EngineError(f"{who} died: {own}{last_lines(files[-1]) if files else ''}")
+    return f"{who} died: {own}{last_lines(file)}"
 
 
-def last_lines(path: Path) -> str:
+def latest_log(log: str) -> Path | None:
+    """Return the log that was written to last of those whose names begin so."""
+    found = Path(log).parent.glob(f"{Path(log).name}.*log")
+    return max(found, key=lambda file: file.stat().st_mtime, default=None)
+
+
+def last_lines(path: Path | None) -> str:
     """Return the end of a log as the end of a sentence; empty without any."""
+    if path is None:
+        return ""
     try:
         lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
     except OSError:

@@ -4,9 +4,11 @@ import os
 import secrets
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.errors import (
     ConfigError,
     EngineError,
+    LostEngineError,
+    LostRankError,
     MachineError,
     OpenRLHFError,
     first_line,
@@ -30,6 +34,8 @@ from openrlhf.errors import (
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, is_stopped, ray_processes
 from openrlhf.trainer.ray.end_after import ending_after_this_process
+from openrlhf.trainer.ray.placement import wait_for_node
+from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
@@ -204,11 +210,18 @@ def start_actor(worker_class: type, args: tuple[object, ...], options: dict[str,
     return actor.options(**options).remote(*args)
 
 
-def get(reference: Any, who: str, timeout_s: float, *, log: str = "") -> Any:
+def get(
+    reference: Any,
+    who: str,
+    timeout_s: float,
+    *,
+    log: str = "",
+    lost: type[LostEngineError | LostRankError] = LostRankError,
+) -> Any:
     """Wait for a Ray result; errors come back as what was raised, naming the worker, whose logs
     begin with `log`.
 
-    Raises EngineError when the worker died or did not return in `timeout_s` seconds.
+    Raises `lost` when the worker died, EngineError when it did not return in `timeout_s` seconds.
     """
     try:
         return ray.get(reference, timeout=timeout_s)
@@ -223,7 +236,7 @@ def get(reference: Any, who: str, timeout_s: float, *, log: str = "") -> Any:
     except ray.exceptions.GetTimeoutError as error:
         raise EngineError(f"{who} did not respond in {timeout_s:.0f} s") from error
     except ray.exceptions.RayActorError as error:
-        raise death_of_worker(str(error).strip(), who, log) from error
+        raise lost(death_of_worker(str(error).strip(), who, log)) from error
 
 
 class RayActorGroup(WorkerGroup):
@@ -237,18 +250,58 @@ class RayActorGroup(WorkerGroup):
         *,
         role: str,
         run_dir: str,
+        restarts: Restarts | None = None,
     ) -> None:
         self.role = role
+        self.restarts = restarts or Restarts(0)
+        self.is_starting = False  # again
+        self.ended: dict[int, str] = {}  # why ranks were ended, of these actors
+        self._slots, self._node_wait_s = slots, config.train.node_wait_s
+        self._submitting = threading.Lock()  # all ranks have their calls in one order
         self.logs = f"{run_dir}/logs/{role}-"
         self.ranks_per_share = config.ds.ranks_per_share
         self.num_shares = len(slots) // self.ranks_per_share
         self.nodes: list[str] = []  # address of every rank's node; empty until all have joined
         # `ps` and Ray's tools show the class of an actor: that of the model.
         actor_class = type(worker_class.__name__, (RankActor,), {})
-        self.handles = [
-            start_actor(actor_class, (worker_class, config, role, run_dir, rank, len(slots)), slot)
+        args = (worker_class, config, role, run_dir)
+        self._make = [
+            partial(start_actor, actor_class, (*args, rank, len(slots)), slot)
             for rank, slot in enumerate(slots)
         ]
+        self.handles = [make() for make in self._make]
+
+    def start_again(self, why: LostRankError | None = None) -> None:
+        lost = why
+        while True:
+            if lost is not None:
+                warn(
+                    f"{lost}; {self.role} is started again: {self.restarts.note(self.role, lost)}."
+                )
+            self.is_starting = True
+            self.kill()
+            self.nodes, self.ended = [], {}
+            self.handles = [make() for make in self._make]
+            try:
+                for rank, handle in enumerate(self.handles):
+                    wait_for_node(handle, self._slots[rank], self.who(rank), self._node_wait_s)
+                self.join()
+                self._wait(self._submit("init_model", [self.model_args] * len(self.handles)))
+            except LostRankError as error:
+                lost = error
+            else:
+                self.is_starting = False
+                return
+
+    def kill(self) -> None:
+        """End all ranks."""
+        for handle in self.handles:
+            ray.kill(handle)
+
+    def end_rank(self, rank: int, why: str) -> None:
+        """End a rank that hangs; whoever waits for it is told why."""
+        self.ended[rank] = why
+        ray.kill(self.handles[rank])
 
     def join(self) -> None:
         """Wait until all ranks are up and have met."""
@@ -257,15 +310,22 @@ class RayActorGroup(WorkerGroup):
         self.nodes = self._wait([handle.join.remote(*endpoint) for handle in self.handles])
 
     def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:
-        width, references = self.ranks_per_share, []
-        for k, share in zip(range(self.num_shares), shares, strict=True):
-            objects = [ray.put(part) for part in share]  # once for all ranks of the share
-            for handle in self.handles[k * width : (k + 1) * width]:
-                references.append(handle.run.remote(method.__name__, *objects))
+        objects = []
+        for _, share in zip(range(self.num_shares), shares, strict=True):
+            parts = [ray.put(part) for part in share]  # once for all ranks of the share
+            objects += [parts] * self.ranks_per_share
+        references = self._submit(method.__name__, objects)
         return lambda: self._wait(references)[:: self.ranks_per_share]
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
-        return self._wait([handle.run.remote(method.__name__, *args) for handle in self.handles])
+        return self._wait(self._submit(method.__name__, [args] * len(self.handles)))
+
+    def _submit(self, method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
+        with self._submitting:
+            return [
+                handle.run.remote(method, *own)
+                for handle, own in zip(self.handles, args, strict=True)
+            ]
 
     def _wait(self, references: Sequence[Any]) -> list[Any]:
         """Return all results, or raise the first error, whichever rank it is on: its peers hang in
@@ -278,7 +338,12 @@ class RayActorGroup(WorkerGroup):
             for reference in done or waiting:
                 rank, limit_s = references.index(reference), CALL_TIMEOUT_S if done else 0.0
                 log = f"{self.logs}{rank}"
-                results[reference] = get(reference, self.who(rank), limit_s, log=log)
+                try:
+                    results[reference] = get(reference, self.who(rank), limit_s, log=log)
+                except LostRankError as error:
+                    lost = LostRankError(self.ended.get(rank, str(error)))
+                    lost.role = self.role
+                    raise lost from error
         return [results[reference] for reference in references]
 
     def who(self, rank: int) -> str:

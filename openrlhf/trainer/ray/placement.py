@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -14,7 +14,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, EngineError
 from openrlhf.trainer.ppo_utils.demands import (
     ClusterView,
     RoleDemand,
@@ -22,7 +22,10 @@ from openrlhf.trainer.ppo_utils.demands import (
     demand_table,
     pool_sizes,
 )
+from openrlhf.utils.console import warn
+from openrlhf.utils.progress import Quiet
 
+LOOK_EVERY_S = 2.0
 # On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
 CPU_SHARE_OF_A_RANK = 0.01
 COLOCATED_SHARE = 0.2  # of a GPU, for each of the models that share it; less for more than five
@@ -107,6 +110,25 @@ def place(
                 )
             )
     return slots, list(groups.values())
+
+
+def wait_for_node(handle: Any, slot: Mapping[str, Any], who: str, wait_s: float) -> None:
+    """Wait until a new actor is up. If the node of its slot is gone, Ray moves the slot to another
+    one; raise EngineError if none has room for `wait_s` seconds.
+    """
+    group, reference = slot["scheduling_strategy"].placement_group, handle.health.remote()
+    quiet = Quiet()
+    while not ray.wait([reference], timeout=LOOK_EVERY_S)[0]:
+        if placement_group_table(group)["state"] == "CREATED":
+            quiet.reset()
+        elif quiet.add(LOOK_EVERY_S):
+            warn(f"{who} has waited {quiet.seconds:.0f} s for a node: the one it was on is gone.")
+        if quiet.seconds >= wait_s:
+            raise EngineError(
+                f"{who} was on a node that is gone, and no other had room for it in {wait_s:g} s "
+                "(--node_wait_s). Start one, or go on with fewer ranks: type fewer, and "
+                "--load_checkpoint --use_ds_universal_ckpt."
+            )
 
 
 def actor_options(

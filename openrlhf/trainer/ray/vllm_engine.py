@@ -3,14 +3,16 @@
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
 from openrlhf.engines.base import Completion, GenerationRequest, Result, WeightBucket
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
+from openrlhf.errors import LostEngineError
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
+from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.images import ImageProcessor
@@ -56,30 +58,91 @@ class LLMRayActor(VLLMEngine):
         return await asyncio.to_thread(getattr(self, method), *args)
 
 
-@dataclass(eq=False)
+@dataclass
 class RayEngine:
-    """An engine actor seen as an engine; can be sent to other workers."""
+    """An engine actor seen as an engine, and the next actor in its place; can be sent to other
+    workers. Two are equal while they stand for the same actor.
+    """
 
-    handle: Any
     name: str
     log: str = ""  # begins the names of its logs
-    node: str = ""  # address of the engine's node; empty until it is up
+    num_starts: int = 0
+    # Return a new actor, given how many there were.
+    make: Callable[[int], Any] | None = field(default=None, compare=False)
+    handle: Any = field(default=None, compare=False)
+    node: str = field(default="", compare=False)  # address of its node; empty until it is up
+    is_lost: bool = field(default=False, compare=False)
+    # Is told here, where engines are started; others see the error alone.
+    on_lost: Callable[["RayEngine", LostEngineError], None] | None = field(
+        default=None, compare=False
+    )
+    _failure: BaseException | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"make": None, "on_lost": None}
 
     @property
     def who(self) -> str:
         """Return the engine in the words of an error."""
         return f"{self.name} on node {self.node}" if self.node else self.name
 
-    def call(self, method: Callable[..., Result], *args: object) -> Result:
-        reference = self.handle.run.remote(method.__name__, *args)
-        return get(reference, self.who, CALL_TIMEOUT_S, log=self.log)  # type: ignore[no-any-return]
+    @property
+    def is_up(self) -> bool:
+        """Return False while a new engine is started in its place; raise if none could be."""
+        if self._failure is not None:
+            raise self._failure
+        return not self.is_lost
+
+    def start(self) -> None:
+        """Start the actor; `ready` waits until it is up."""
+        assert self.make is not None
+        self.handle = self.make(self.num_starts)
+        self.num_starts += 1
 
     def ready(self) -> None:
         """Wait until the engine is up."""
         self.node = self.call(LLMRayActor.ready)
 
+    def restart(self) -> None:
+        """Start another actor in place of this one, and wait until it is up."""
+        self.kill()
+        self.start()
+        self.ready()
+
+    def kill(self) -> None:
+        """End the actor."""
+        ray.kill(self.handle)
+
+    def lose(self, why: LostEngineError, *, actor: Any = None) -> None:
+        """Note that the actor is dead, or of no use any more; `actor` may be an earlier one."""
+        if actor not in (None, self.handle):
+            return
+        if self.on_lost is None:
+            self.give_up(why)
+        else:
+            self.on_lost(self, why)
+
+    def give_up(self, error: BaseException) -> None:
+        """Raise this error wherever the engine is asked for from now on."""
+        self._failure = error
+
+    def call(self, method: Callable[..., Result], *args: object) -> Result:
+        actor = self.handle
+        reference = actor.run.remote(method.__name__, *args)
+        return self._result(reference, CALL_TIMEOUT_S, actor=actor)  # type: ignore[no-any-return]
+
+    def _result(self, reference: Any, timeout_s: float, *, actor: Any) -> Any:
+        try:
+            return get(reference, self.who, timeout_s, log=self.log, lost=LostEngineError)
+        except LostEngineError as error:
+            self.lose(error, actor=actor)
+            raise
+
     async def sample(self, request: GenerationRequest) -> list[Completion]:
-        reference = self.handle.sample.remote(request)
+        if not self.is_up:
+            raise LostEngineError(f"{self.who} is not up")
+        actor = self.handle
+        reference = actor.sample.remote(request)
         answer = asyncio.wrap_future(reference.future())
         try:
             await asyncio.wait([answer])
@@ -91,7 +154,7 @@ class RayEngine:
             raise
         if answer.exception() is None:
             return answer.result()
-        return get(reference, self.who, 0.0, log=self.log)  # type: ignore[no-any-return]  # raises
+        return self._result(reference, 0.0, actor=actor)  # type: ignore[no-any-return]  # raises
 
 
 def create_vllm_engines(
@@ -100,25 +163,27 @@ def create_vllm_engines(
     processor: ImageProcessor | None = None,
     *,
     run_dir: str,
+    node_wait_s: float = 0.0,
 ) -> list[RayEngine]:
     """Start one engine actor a slot; `ready` waits until it is up.
 
-    Engine k draws its random numbers from the seed of the settings plus k.
+    Engine k draws its random numbers from the seed of the settings plus k; one in place of another
+    from a seed of its own.
     """
-    return [
-        RayEngine(
-            start_actor(
-                LLMRayActor,
-                (
-                    dict(settings, seed=settings["seed"] + index),
-                    processor,
-                    f"vllm-{index}",
-                    run_dir,
-                ),
-                slot | {"max_concurrency": MAX_CONCURRENT_CALLS},
-            ),
-            f"vllm-{index}",
-            f"{run_dir}/logs/vllm-{index}",
-        )
-        for index, slot in enumerate(slots)
-    ]
+
+    def engine_of(index: int, slot: dict[str, Any]) -> RayEngine:
+        name, options = f"vllm-{index}", slot | {"max_concurrency": MAX_CONCURRENT_CALLS}
+
+        def make(num_starts: int) -> Any:
+            own = dict(settings, seed=settings["seed"] + index + len(slots) * num_starts)
+            handle = start_actor(LLMRayActor, (own, processor, name, run_dir), options)
+            if num_starts > 0:
+                wait_for_node(handle, slot, name, node_wait_s)
+            return handle
+
+        return RayEngine(name, f"{run_dir}/logs/{name}", make=make)
+
+    engines = [engine_of(index, slot) for index, slot in enumerate(slots)]
+    for engine in engines:
+        engine.start()
+    return engines

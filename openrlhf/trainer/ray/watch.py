@@ -1,8 +1,8 @@
 """Health of engines, ranks and Ray itself: one thread of the controller asks each now and then.
 
 A process that does not respond was stopped; one that stays at the same step or micro-batch hangs.
-Either is reported after a while and killed at its deadline, and the run ends as for a dead one. The
-first rank of a role has its progress bar here.
+Either is reported after a while and killed at its deadline; another one is started in its place,
+or the run ends. The first rank of a role has its progress bar here.
 """
 
 import threading
@@ -10,13 +10,21 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
-from openrlhf.errors import EngineError
-from openrlhf.trainer.ray.deaths import death_of_ray, is_dead, is_stopped
-from openrlhf.trainer.ray.launcher import HEALTH_GROUP
+from openrlhf.errors import EngineError, LostEngineError
+from openrlhf.trainer.ray.deaths import (
+    death_of_ray,
+    death_of_worker,
+    is_dead,
+    is_stopped,
+    last_lines,
+    latest_log,
+)
+from openrlhf.trainer.ray.launcher import HEALTH_GROUP, RayActorGroup
+from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Advance, Health, Quiet, progress
@@ -43,6 +51,8 @@ class Watched:
     bar: ExitStack = field(default_factory=ExitStack)
     show: Advance | None = None  # moves the bar of the present work
     drawn: str | None = None  # the work it is for
+    log: str = ""  # begins the names of its logs
+    what_follows: ClassVar[str] = "the run ends"
 
     def hear(self, health: Health | None, seconds: float) -> None:
         """Record a response, or that there was none for `seconds`."""
@@ -63,6 +73,15 @@ class Watched:
             self.hear(ray.get(self.asked.pop()), seconds)
         health = self.handle.health.options(concurrency_group=HEALTH_GROUP)
         self.asked = [health.remote()]
+
+    def died(self, text: str) -> bool:
+        """Return True if it is to be asked again, though Ray says in `text` that it is dead."""
+        return False
+
+    def end(self, failure: EngineError) -> EngineError | None:
+        """End it; return the error of the run, if that ends."""
+        ray.kill(self.handle)
+        return failure
 
     def draw(self) -> None:
         """Show the work that goes on as a bar."""
@@ -89,6 +108,69 @@ class WatchedRay(Watched):
     def ask(self, seconds: float) -> None:
         health = None if is_stopped(self.handle) else Health(None, 0, None, self.handle.pid)
         self.hear(health, seconds)
+
+    def end(self, failure: EngineError) -> EngineError | None:
+        stopping.end_run(failure)  # whoever waits in it would end with it, silently
+        return failure
+
+
+class WatchedActor(Watched):
+    """A process in whose place another one is started."""
+
+    what_follows = "it is ended"
+
+    def present(self) -> tuple[Any, str]:
+        """Return the actor that there is now, None while one is started, and who it is."""
+        raise NotImplementedError
+
+    def ask(self, seconds: float) -> None:
+        actor, who = self.present()
+        if actor is None or actor is not self.handle:
+            self.quiet.reset()
+            self.asked, self.last, self.handle, self.who = [], None, actor, who
+        if actor is not None:
+            super().ask(seconds)
+
+
+class WatchedEngine(WatchedActor):
+    """An engine."""
+
+    def __init__(self, engine: RayEngine, deadline_s: float) -> None:
+        super().__init__(f"engine {engine.who}", engine.handle, deadline_s, "--engine_timeout_s")
+        self.engine, self.log = engine, engine.log
+
+    def present(self) -> tuple[Any, str]:
+        engine = self.engine
+        return None if engine.is_lost else engine.handle, f"engine {engine.who}"
+
+    def died(self, text: str) -> bool:
+        why = death_of_worker(text, self.engine.who, self.engine.log)
+        self.engine.lose(LostEngineError(why), actor=self.handle)
+        return True
+
+    def end(self, failure: EngineError) -> EngineError | None:
+        self.engine.lose(LostEngineError(str(failure)), actor=self.handle)
+        return None
+
+
+class WatchedRank(WatchedActor):
+    """A rank, whose group is started again by whoever waits for it."""
+
+    def __init__(self, group: RayActorGroup, rank: int, deadline_s: float) -> None:
+        handle, flag = group.handles[rank], "--rank_timeout_s"
+        super().__init__(group.who(rank), handle, deadline_s, flag, has_bar=rank == 0)
+        self.group, self.rank, self.log = group, rank, f"{group.logs}{rank}"
+
+    def present(self) -> tuple[Any, str]:
+        group, rank = self.group, self.rank
+        return None if group.is_starting else group.handles[rank], group.who(rank)
+
+    def died(self, text: str) -> bool:
+        return True  # whoever waits for it says so
+
+    def end(self, failure: EngineError) -> EngineError | None:
+        self.group.end_rank(self.rank, str(failure))
+        return None
 
 
 class Watch:
@@ -152,8 +234,10 @@ class Watch:
         for watched in list(self._watched):
             try:
                 watched.ask(seconds)
-            except ray.exceptions.RayError:  # it is dead: whoever waits for it says so
-                self._watched.remove(watched)
+            except ray.exceptions.RayError as error:
+                watched.asked = []
+                if not watched.died(str(error).strip()):
+                    self._watched.remove(watched)
 
     def _judge(self) -> None:
         """Say who is quiet; kill who has reached the deadline."""
@@ -163,10 +247,8 @@ class Watch:
                 return
             if watched.is_due:
                 watched.is_due = False
-                warn(
-                    f"{watched.describe()}; the run ends after {watched.deadline_s:.0f} s "
-                    f"({watched.deadline_flag})."
-                )
+                limit = f"{watched.deadline_s:.0f} s ({watched.deadline_flag})"
+                warn(f"{watched.describe()}; {watched.what_follows} after {limit}.")
 
     def _kill(self, overdue: Watched) -> None:
         """End a process; of several, one that does not respond, for the others wait for it."""
@@ -174,8 +256,6 @@ class Watch:
         silent = [watched for watched in mute if watched.quiet.seconds > 2 * ASK_EVERY_S]
         culprit = overdue if not overdue.is_responding else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
-        self.failure = EngineError(f"{culprit.describe()}, and was ended ({limit})")
-        if isinstance(culprit, WatchedRay):  # whoever waits in it would end with it, silently
-            stopping.end_run(self.failure)
-        else:
-            ray.kill(culprit.handle)
+        said = last_lines(latest_log(culprit.log)) if culprit.log else ""
+        why = f"{culprit.describe()}, and was ended ({limit}){said}"
+        self.failure = culprit.end(EngineError(why))

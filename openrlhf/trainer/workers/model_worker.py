@@ -21,6 +21,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.balancing import fixed_batches, token_budget_batches
 from openrlhf.algorithms.policy_loss import aggregate
+from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
@@ -128,6 +129,16 @@ class ModelWorker:
             finally:
                 self.work = None
 
+    def costs(self, experience: Experience) -> list[int]:
+        """Return the work of each sample in tokens; those of images count twice, for the tower
+        computes them too.
+        """
+        costs_B = experience.seq_lengths
+        if experience.images and self.image_processor is not None:
+            is_image_T = experience.token_ids == self.image_processor.image_token_id
+            costs_B = costs_B + segment_sum(is_image_T.float(), costs_B).long()
+        return costs_B.tolist()
+
     def micro_batches(
         self, seq_lengths: Sequence[int], micro_batch_size: int, budget: int | None
     ) -> list[list[int]]:
@@ -146,7 +157,7 @@ class ModelWorker:
         `what` names them on a bar.
         """
         size, budget = self.config.rollout.micro_batch_size, self.config.scoring_budget
-        parts = self.micro_batches(experience.seq_lengths.tolist(), size, budget)
+        parts = self.micro_batches(self.costs(experience), size, budget)
         count = max(all_gather_object(len(parts)))
         outputs: list[Tensor] = []
         with self.working(what, count) as advance:
@@ -241,7 +252,7 @@ class TrainedWorker(ModelWorker):
         every rank, with no indices where a rank has fewer than another.
         """
         size, budget = self.config.train.micro_batch_size, self.config.train.token_budget
-        samples = self.micro_batches(step.experience.seq_lengths.tolist(), size, budget)
+        samples = self.micro_batches(self.costs(step.experience), size, budget)
         texts = self.micro_batches([len(token_ids) for token_ids in step.texts], size, budget)
         # A step without samples still is an optimizer step.
         samples += [[]] * (max(1, *all_gather_object(len(samples))) - len(samples))

@@ -1,6 +1,5 @@
 """The policy on its training ranks: log-probs, updates, weights to the engines, export."""
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,7 +28,12 @@ from openrlhf.trainer.ppo_utils.update_plan import (
     without_zero_advantages,
 )
 from openrlhf.trainer.workers.model_worker import TrainedWorker
-from openrlhf.trainer.workers.weight_sync import HandleTransport, WeightTransport, weight_route
+from openrlhf.trainer.workers.weight_sync import (
+    HandleTransport,
+    SyncFailure,
+    WeightTransport,
+    weight_route,
+)
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
@@ -209,33 +213,39 @@ class PolicyModelActor(TrainedWorker):
         return self.engine(batch, temperature=temperature, with_entropy=with_entropy)
 
     def broadcast_to_vllm(
-        self, engines: Sequence[RolloutEngine], keep_running: bool = False
-    ) -> float:
-        """Give all engines the current weights and check that they hold them; seconds it took.
+        self,
+        engines: Sequence[RolloutEngine],
+        keep_running: bool = False,
+        num_engines: int | None = None,
+        is_again: bool = False,
+    ) -> dict[int, SyncFailure]:
+        """Give these engines, of `num_engines`, the current weights and check that they hold them;
+        rank 0 returns those that failed, by index.
 
         `keep_running`: requests that run go on under the new weights (partial rollout); without it
-        they are refused.
+        they are refused. `is_again`: engines failed the last time.
         """
-        start = time.monotonic()
-        if self.transport is None:
+        if is_again or self.transport is None or self.transport.engines != list(engines):
             route: type[WeightTransport] = HandleTransport
             device = torch.device("cpu")
             if self.is_actor:  # else the engine is in this process too
                 route, device = weight_route(
                     self.config,
                     self.engine.device,
-                    num_engines=len(engines),
+                    num_engines=num_engines or len(engines),
                     num_ranks=world_size(),
                 )
             self.transport = route(
                 device,
                 engines,
                 workers_per_engine=self.config.vllm.tensor_parallel_size,
+                num_engines=num_engines,
                 endpoint=self.endpoint,
+                wait_s=self.config.vllm.timeout_s,
             )
         tensors = stored_parameters(self.engine.module)
         self.transport.send(tensors, self.weight_version, keep_running=keep_running)
-        return time.monotonic() - start
+        return self.transport.failed
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample with the policy itself (no vLLM); every rank of the group must call."""

@@ -2,13 +2,14 @@
 
 Every rank of the trainer takes part (gathering is collective under ZeRO-3 and tensor parallelism).
 Buckets go through memory that engine and trainer share, by a broadcast, or through Ray's object
-store; an engine that cannot show the fingerprints of what was sent fails the sync by name.
+store; an engine that cannot show the fingerprints of what was sent fails the sync by name. One that
+dies or hangs meanwhile is left out, and the others get everything.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +18,28 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.collectives import all_gather_object, barrier, rank
 from openrlhf.engines.base import RolloutEngine, WeightBucket
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.engines.weight_transfer import Handle, join_broadcasts, memory_of, synchronize
-from openrlhf.errors import WeightSyncError
+from openrlhf.engines.weight_transfer import (
+    Broadcasts,
+    Handle,
+    memory_of,
+    synchronize,
+)
+from openrlhf.errors import EngineError, LostEngineError, WeightSyncError
 from openrlhf.utils.tensors import NamedTensors, align, as_bytes, dtype_name, fingerprint
 
-Result = TypeVar("Result")
-
 NUM_BUFFERS = 2  # one is filled while the other one is read
+WAIT_S = 600.0  # for an engine to take a bucket, where nobody says otherwise
+TRAINER = -1  # stands for the trainer's part of a call among the engines' indices
+
+
+class SyncFailure(NamedTuple):
+    """Why an engine does not hold the weights.
+
+    Example: `SyncFailure("vllm-0 did not respond in 300 s", is_lost=True)`
+    """
+
+    reason: str
+    is_lost: bool  # dead or hung; else it takes the weights when they are sent again
 
 
 class WeightTransport:
@@ -40,13 +56,18 @@ class WeightTransport:
         engines: Sequence[RolloutEngine],
         *,
         workers_per_engine: int = 1,
+        num_engines: int | None = None,
         endpoint: Callable[[], tuple[str, int]] | None = None,
+        wait_s: float = WAIT_S,
     ) -> None:
-        """Connect to the engines; every rank calls. `endpoint` gives the address at which a group
-        with them meets.
+        """Connect to the engines; every rank calls. `num_engines`: these and those of the run that
+        are not up. `endpoint` gives the address at which a group with them meets, `wait_s` is for
+        an engine to take a bucket.
         """
-        self.engines, self.endpoint = engines, endpoint
+        self.engines, self.endpoint, self.wait_s = list(engines), endpoint, wait_s
         self.workers_per_engine = workers_per_engine
+        self.num_workers = (num_engines or len(engines)) * workers_per_engine
+        self.failed: dict[int, SyncFailure] = {}  # engines by index; nothing is sent to them
         self.memory = memory_of(device)
         self.bucket_bytes = self.memory.bucket_bytes
         self._buffers: list[tuple[Tensor, Handle]] = []  # the one that is filled comes last
@@ -61,9 +82,12 @@ class WeightTransport:
         """Return the address of a bucket's bytes, (n,) uint8, for engines; every rank calls."""
         raise NotImplementedError
 
-    def start_sending(self, data: Tensor) -> list[Future[Any]]:
+    def start_sending(self, data: Tensor) -> dict[int, Future[Any]]:
         """Send what no address stands for; rank 0 calls."""
-        return []
+        return {}
+
+    def break_off(self) -> None:
+        """Have engines go on whose peers have failed."""
 
     def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
         """Yield buckets of about `bucket_bytes` and their bytes; these are overwritten when the
@@ -117,7 +141,8 @@ class WeightTransport:
         self, tensors: NamedTensors, weight_version: int, *, keep_running: bool = False
     ) -> dict[str, int]:
         """Send full named tensors to all engines and compare the fingerprints of what each
-        received; every rank calls. Return the fingerprint of each tensor on rank 0.
+        received; every rank calls. Return the fingerprint of each tensor on rank 0, which notes the
+        engines that have `failed`; then another transport sends the weights again.
 
         Raise WeightSyncError naming the first difference, and when requests run, unless
         `keep_running`: then they go on under the new weights.
@@ -128,25 +153,55 @@ class WeightTransport:
                 pass
             self.finish()
             return sent
-        all_results(self._on_all(VLLMEngine.begin_weight_update, keep_running))
-        pending: list[Future[Any]] = []
+        self._results(self._on_all(VLLMEngine.begin_weight_update, keep_running))
+        pending: dict[int, Future[Any]] = {}
         for bucket, data in self.buckets(_noted(tensors, sent)):
-            all_results(pending)
-            pending = self._on_all(VLLMEngine.receive_bucket, bucket) + self.start_sending(data)
-        all_results(pending)
-        receipts = all_results(self._on_all(VLLMEngine.finish_weight_update, weight_version))
+            self._results(pending)
+            pending = self._on_all(VLLMEngine.receive_bucket, bucket)
+            pending |= self.start_sending(data) if pending else {}
+        self._results(pending)
+        receipts = self._results(self._on_all(VLLMEngine.finish_weight_update, weight_version))
         self.finish()
-        for engine, received in zip(self.engines, receipts, strict=True):
+        for index, received in receipts.items():
             wrong = [name for name, value in sent.items() if received.get(name) != value]
             if wrong:
                 raise WeightSyncError(
-                    f"{engine.who}: {len(wrong)} tensors differ from the trainer's or did not "
-                    f"come, e.g. {wrong[0]}"
+                    f"{self.engines[index].who}: {len(wrong)} tensors differ from the trainer's or "
+                    f"did not come, e.g. {wrong[0]}"
                 )
         return sent
 
-    def _on_all(self, method: Callable[..., Any], *args: object) -> list[Future[Any]]:
-        return [self._pool.submit(engine.call, method, *args) for engine in self.engines]
+    def _on_all(self, method: Callable[..., Any], *args: object) -> dict[int, Future[Any]]:
+        """Make a call on all engines that have not failed; return it by the engine's index."""
+        return {
+            index: self._pool.submit(engine.call, method, *args)
+            for index, engine in enumerate(self.engines)
+            if index not in self.failed
+        }
+
+    def _results(self, calls: Mapping[int, Future[Any]]) -> dict[int, Any]:
+        """Return the results of calls, by engine; note those that die, hang or break off.
+
+        Raise any other error at once: peers of a failed call may hang.
+        """
+        done, late = wait(calls.values(), self.wait_s, FIRST_EXCEPTION)
+        errors = [error for call in done if (error := call.exception())]
+        for error in errors:
+            if not isinstance(error, EngineError):
+                raise error
+        if errors or late:
+            self.break_off()
+            wait(late, self.wait_s)
+        results = {}
+        for index, call in calls.items():
+            error = call.exception() if call.done() else None
+            if call.done() and error is None:
+                results[index] = call.result()
+            elif index != TRAINER:
+                late_by = f"{self.engines[index].who} took no weights for {self.wait_s:g} s"
+                is_lost = error is None or isinstance(error, LostEngineError)
+                self.failed[index] = SyncFailure(str(error or late_by), is_lost)
+        return results
 
 
 class HandleTransport(WeightTransport):
@@ -156,8 +211,7 @@ class HandleTransport(WeightTransport):
 
     def connect(self) -> None:  # the first rank of each place, where engine workers are
         is_first_here = all_gather_object(self.memory.place).index(self.memory.place) == rank()
-        num_workers = len(self.engines) * self.workers_per_engine
-        self.is_used = is_first_here and rank() < num_workers
+        self.is_used = is_first_here and rank() < self.num_workers
 
     def address(self, data: Tensor) -> dict[str, Any]:
         own = {self.memory.place: self._buffers[-1][1]} if self.is_used else {}
@@ -166,6 +220,8 @@ class HandleTransport(WeightTransport):
 
 class BroadcastTransport(WeightTransport):
     """Rank 0 broadcasts each bucket to the workers of all engines."""
+
+    _group: Broadcasts | None = None
 
     def connect(self) -> None:
         """Meet all engines as rank 0 of one group."""
@@ -177,19 +233,25 @@ class BroadcastTransport(WeightTransport):
         info: dict[str, object] = {"device_type": device.type, "host": host, "port": port}
         info["world_size"] = world_size
         submit, join = self._pool.submit, VLLMEngine.init_weight_transfer
-        joining = submit(join_broadcasts, device, host, port, rank=0, world_size=world_size)
-        calls: list[Future[Any]] = [joining]
+        self._group = Broadcasts(host, port, rank=0, world_size=world_size)
+        calls: dict[int, Future[Any]] = {TRAINER: submit(self._group.join, device)}
         for index, engine in enumerate(self.engines):
             offset = {"rank_offset": 1 + index * self.workers_per_engine}
-            calls.append(submit(engine.call, join, info | offset))
-        all_results(calls)
-        self._group = joining.result()
+            calls[index] = submit(engine.call, join, info | offset)
+        self._results(calls)
 
     def address(self, data: Tensor) -> dict[str, Any]:
         return {}
 
-    def start_sending(self, data: Tensor) -> list[Future[Any]]:
-        return [self._pool.submit(lambda: self._group.broadcast(data, 0).wait())]
+    def start_sending(self, data: Tensor) -> dict[int, Future[Any]]:
+        assert self._group is not None
+        return {TRAINER: self._pool.submit(self._group.broadcast, data)}
+
+    def break_off(self) -> None:
+        if self._group is not None:
+            self._group.break_off()
+        for index in set(range(len(self.engines))) - self.failed.keys():
+            self.failed[index] = SyncFailure("its peer failed", is_lost=False)
 
 
 class ObjectTransport(WeightTransport):
@@ -220,17 +282,6 @@ def weight_route(
     if is_colocated and num_engines * vllm.tensor_parallel_size <= num_ranks:
         return HandleTransport, fastest
     return BroadcastTransport, cpu if is_colocated else fastest
-
-
-def all_results(calls: Sequence[Future[Result]]) -> list[Result]:
-    """Return the results of the calls, or raise the first error at once: peers of a failed call may
-    hang.
-    """
-    done, _ = wait(calls, return_when=FIRST_EXCEPTION)
-    for call in calls:
-        if call in done:
-            call.result()
-    return [call.result() for call in calls]
 
 
 def _noted(tensors: NamedTensors, fingerprints: dict[str, int]) -> NamedTensors:

@@ -1,0 +1,85 @@
+"""New engines in place of lost ones, while the others go on."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+from openrlhf.errors import EngineError, LostEngineError, LostRankError
+from openrlhf.trainer.ray.restarts import Restarts
+from openrlhf.trainer.ray.vllm_engine import RayEngine
+from openrlhf.utils.console import notice, warn
+from openrlhf.utils.threads import start_thread
+
+CLOSE_S = 10.0
+RETRY_S = 1.0
+
+
+class EngineRecovery:
+    """Starts a new engine in place of each that is lost, in a thread of its own."""
+
+    def __init__(self, engines: Sequence[RayEngine], restarts: Restarts) -> None:
+        self._engines, self._restarts = engines, restarts
+        self._room: AbstractContextManager[object] = nullcontext()
+        self._update: Callable[[RayEngine], None] | None = None
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+        for engine in engines:
+            engine.on_lost = self.lose
+
+    def prepare(
+        self, room: AbstractContextManager[object], update: Callable[[RayEngine], None]
+    ) -> None:
+        """Have `update` send weights to each new engine before it is used; `room` is held while an
+        engine takes its devices.
+        """
+        self._room, self._update = room, update
+
+    def lose(self, engine: RayEngine, why: LostEngineError) -> None:
+        """Replace an engine, unless that is under way."""
+        with self._lock:
+            if self._is_closed or engine.is_lost:
+                return
+            engine.is_lost = True
+        replace = partial(self._replace, engine, why)
+        self._threads.append(start_thread(f"new {engine.name}", replace, engine.give_up))
+
+    def close(self) -> None:
+        """Replace none any more."""
+        with self._lock:
+            self._is_closed = True
+        for engine in self._engines:
+            engine.kill()
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+
+    def _replace(self, engine: RayEngine, why: EngineError) -> None:
+        lost_at = time.monotonic()
+        while not self._is_closed:
+            warn(f"{why}; a new one starts in its place: {self._restarts.note('vllm', why)}.")
+            try:
+                with self._room:
+                    engine.restart()
+                    has_weights = self._update_weights(engine)
+                while not (has_weights or self._is_closed):
+                    time.sleep(RETRY_S)  # until the trainer is started again
+                    with self._room:
+                        has_weights = self._update_weights(engine)
+            except LostEngineError as error:
+                why = error
+            else:
+                engine.is_lost = False
+                seconds = time.monotonic() - lost_at
+                notice(f"engine {engine.who} is up again, {seconds:.1f} s after it was lost")
+                return
+
+    def _update_weights(self, engine: RayEngine) -> bool:
+        """Return True if the engine has its weights, False if the trainer has lost a rank."""
+        try:
+            if self._update is not None:
+                self._update(engine)
+        except LostRankError:
+            return False
+        return True

@@ -1,0 +1,344 @@
+"""A run that loses processes goes on by itself: same steps, every prompt trained on once, engines
+that hold the policy. Prints the seconds from each fault to a new engine that has proved to hold the
+weights, whose first token comes a forward pass later, or to new ranks that have theirs.
+"""
+
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from openrlhf.cli import train_ppo_ray
+from openrlhf.rollout.rollout_queue import RolloutQueue
+from openrlhf.trainer.ppo_state import RunState
+from openrlhf.trainer.ppo_trainer import PPOTrainer
+from openrlhf.trainer.ray.launcher import RayActorGroup
+from openrlhf.utils.tracker import read_metrics
+from tests.helpers.processes import (
+    SFT_FLAGS,
+    environment,
+    launched,
+    started,
+    wait_until,
+    workers,
+)
+from tests.integration.commands import SMALL, argv, run_command, steps_of
+from tests.integration.ppo_runs import saved_run
+from tests.tiny import write_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(1200)]
+
+FLAGS = (
+    f"{SMALL} --n_samples_per_prompt 2 --max_samples 8 --rollout_batch_size 4 "
+    "--train_batch_size 8 --num_episodes 4 --generate_max_len 200 --actor_learning_rate 1e-3 "
+    "--max_restarts 9 --engine_timeout_s 15 --rank_timeout_s 20"
+)
+NUM_STEPS = 8
+PHASES = {
+    "generate": (PPOTrainer, "generate"),
+    "score": (PPOTrainer, "train_step"),
+    "update": (PPOTrainer, "ppo_train"),
+    "sync": (PPOTrainer, "broadcast_to_vllm"),
+    "save": (RunState, "write"),
+}
+ENGINE, ACTOR = "LLMRayActor", "PolicyModelActor"
+CRITIC, REFERENCE = "CriticModelActor", "ReferenceModelActor"
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+Fault = tuple[str, str, signal.Signals]  # whom, in which phase, how
+OF_ENGINES: dict[int, Fault] = {
+    2: (ENGINE, "generate", KILL),
+    3: (ENGINE, "update", KILL),
+    4: (ENGINE, "sync", KILL),
+    5: (ENGINE, "generate", STOP),
+    6: (ENGINE, "update", STOP),
+    7: (ENGINE, "sync", STOP),
+}
+OF_RANKS: dict[int, Fault] = {
+    2: (ACTOR, "update", KILL),
+    3: (CRITIC, "score", KILL),
+    4: (REFERENCE, "score", KILL),
+    5: (ACTOR, "sync", KILL),
+    6: (ACTOR, "save", KILL),
+    7: (ACTOR, "update", STOP),
+}
+
+
+@dataclass
+class Faults:
+    """Strikes one process in each step, in the phase that is its turn; the step after it begins
+    once all engines are up, so that none is struck while it starts.
+    """
+
+    plan: dict[int, Fault] = field(default_factory=dict)  # by step
+    struck_at: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)  # until there was another one
+    trainers: list[Any] = field(default_factory=list)
+    step: int = 0
+
+    def begin(self, trainer: Any, phase: str) -> None:
+        """Strike if it is the turn of this phase."""
+        if phase == "generate":
+            wait_until(lambda: all(engine.is_up for engine in trainer.engines), 240)
+            self.trainers, self.step = [trainer], trainer.state.global_step + 1
+        title, when, how = self.plan.get(self.step, ("", "", KILL))
+        if when == phase and self.step not in self.struck_at:
+            delay_s = 0.3 if phase == "generate" else 0.0
+            strike = threading.Timer(delay_s, self._strike, (self.step, title, how))
+            strike.start()
+            if not delay_s:
+                strike.join()
+
+    def _strike(self, step: int, title: str, how: signal.Signals) -> None:
+        victim = sorted(workers(title), key=lambda process: process.pid)[-1]
+        self.struck_at[step] = time.monotonic()
+        victim.send_signal(how)
+
+    def replaced(self) -> None:
+        """Note that there is another process in place of the last one."""
+        step = max(self.struck_at)
+        self.seconds[step] = time.monotonic() - self.struck_at[step]
+
+    def show(self, what: str) -> None:
+        """Print the seconds of every fault."""
+        for step, (title, phase, how) in self.plan.items():
+            print(f"{what}: {how.name} of {title} in {phase}: {self.seconds[step]:.1f} s")
+
+
+def hook(patch: pytest.MonkeyPatch, kind: type, name: str, **calls: Callable[..., None]) -> None:
+    """Have a method call `before` and `after` with its object."""
+    method = getattr(kind, name)
+
+    def run(self: Any, *args: Any, **named: Any) -> Any:
+        calls.get("before", lambda _: None)(self)
+        found = method(self, *args, **named)
+        calls.get("after", lambda _: None)(self)
+        return found
+
+    patch.setattr(kind, name, run)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    faults = Faults()
+    for phase, (kind, name) in PHASES.items():
+        hook(monkeypatch, kind, name, before=lambda it, phase=phase: faults.begin(it, phase))
+    for kind, name in (
+        (PPOTrainer, "update_engine"),
+        (PPOTrainer, "start_again"),
+        (RayActorGroup, "start_again"),
+    ):
+        hook(monkeypatch, kind, name, after=lambda _: faults.replaced())
+    return faults
+
+
+def check(faults: Faults, given: dict, num_steps: int = NUM_STEPS) -> None:
+    """Every step was made once, by samples of its policy, and every prompt trained on once."""
+    steps = steps_of(given["save_path"])
+    assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
+    # Every sample was the policy's of its step: else its log-probs would be others.
+    assert all(step["vllm_kl"] < 1e-6 for step in steps if "vllm_kl" in step)
+    ledger = faults.trainers[0].sampler.ledger
+    assert ledger.outcomes == {"trained": 4 * num_steps} and not ledger.pending
+    assert faults.struck_at.keys() == faults.plan.keys()
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "more"),
+    [(1, ""), (2, ""), (1, " --colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep")],
+    ids=["one", "two", "sleeping"],
+)
+def test_a_run_goes_on_with_new_engines_in_place_of_lost_ones(
+    ray_cluster: None,
+    given: dict,
+    faults: Faults,
+    capsys: pytest.CaptureFixture,
+    num_engines: int,
+    more: str,
+) -> None:
+    faults.plan = OF_ENGINES
+    flags = f"{FLAGS} --advantage_estimator group_norm --init_kl_coef 0{more}"
+    train_ppo_ray.main(argv("", sizes=f"{flags} --vllm_num_engines {num_engines}", **given))
+    check(faults, given)
+    [trainer] = faults.trainers
+    assert sum(engine.num_starts for engine in trainer.engines) == num_engines + len(OF_ENGINES)
+    with capsys.disabled():
+        faults.show(f"{num_engines} engine(s){more}")
+
+
+def test_a_run_goes_on_from_its_last_checkpoint_with_new_ranks(
+    ray_cluster: None, given: dict, faults: Faults, capsys: pytest.CaptureFixture, critic_dir: Any
+) -> None:
+    faults.plan = OF_RANKS
+    flags = (
+        f"{FLAGS} --advantage_estimator gae --init_kl_coef 0.01 --save_steps 1 --zero_stage 2 "
+        "--vllm_num_engines 1 --actor_num_gpus_per_node 2"
+    )
+    given |= {"ckpt_path": given["save_path"] / "ckpt", "critic_pretrain": critic_dir}
+    train_ppo_ray.main(argv("", sizes=flags, **given))
+    check(faults, given)
+    state = saved_run(given["ckpt_path"] / f"global_step{NUM_STEPS}")
+    assert state["weight_version"] == NUM_STEPS
+    with capsys.disabled():
+        faults.show("2 ranks")
+
+
+# All that may be lost; OPENRLHF_SOAK_STEPS=300 makes a long one of it, with a fault in ten steps.
+MAY_BE_LOST = [
+    *((ENGINE, phase, KILL) for phase in ("generate", "update", "sync")),
+    *((ACTOR, phase, KILL) for phase in PHASES),
+    *((CRITIC, phase, KILL) for phase in ("score", "update", "save")),
+    (REFERENCE, "score", KILL),
+]
+
+
+@pytest.mark.timeout(7200)
+def test_a_long_run_outlives_faults_of_all_kinds(
+    ray_cluster: None, given: dict, faults: Faults, capsys: pytest.CaptureFixture, critic_dir: Path
+) -> None:
+    num_steps = int(os.environ.get("OPENRLHF_SOAK_STEPS", "12"))
+    seed = int(os.environ.get("OPENRLHF_SOAK_SEED", time.time_ns() % 1000))
+    draw = random.Random(seed)
+    struck = sorted(draw.sample(range(2, num_steps), max(num_steps // 10, 4)))
+    faults.plan = {step: draw.choice(MAY_BE_LOST) for step in struck}
+    flags = (
+        f"{FLAGS} --advantage_estimator gae --init_kl_coef 0.01 --save_steps 2 --zero_stage 2 "
+        "--vllm_num_engines 2 --actor_num_gpus_per_node 2 --max_restarts 99 "
+        f"--num_episodes {num_steps // 2}"
+    )
+    given |= {"ckpt_path": given["save_path"] / "ckpt", "critic_pretrain": critic_dir}
+    started_at = time.monotonic()
+    train_ppo_ray.main(argv("", sizes=flags, **given))
+    wall_s = time.monotonic() - started_at
+    check(faults, given, num_steps)
+    useful_s = sum(step["timing/step_total"] for step in steps_of(given["save_path"]))
+    with capsys.disabled():
+        faults.show(f"seed {seed}")
+        print(f"seed {seed}: {len(struck)} faults in {num_steps} steps, {wall_s:.0f} s, of which")
+        print(f"{useful_s:.0f} s in steps that were kept: goodput {useful_s / wall_s:.0%}")
+
+
+def test_an_asynchronous_run_goes_on_from_an_older_checkpoint(
+    ray_cluster: None, given: dict, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (
+        f"{FLAGS} --async_train --partial_rollout --async_queue_size 2 --save_steps 3 "
+        "--advantage_estimator reinforce_baseline --init_kl_coef 0 --vllm_num_engines 1"
+    )
+
+    def strike(queue: RolloutQueue) -> None:
+        if queue.sampler.ledger.outcomes["trained"] == 5 * 4 and not faults.struck_at:
+            faults.struck_at[6] = time.monotonic()
+            workers(ACTOR)[0].kill()
+
+    hook(monkeypatch, RolloutQueue, "settle", after=strike)
+    hook(monkeypatch, PPOTrainer, "report", before=lambda trainer: faults.trainers.append(trainer))
+    given["ckpt_path"] = given["save_path"] / "ckpt"
+    train_ppo_ray.main(argv("", sizes=flags, **given))
+    steps = steps_of(given["save_path"])
+    assert faults.struck_at and [s["step"] for s in steps] == list(range(1, NUM_STEPS + 1))
+    assert max(step["staleness_max"] for step in steps) <= 2
+    ledger = faults.trainers[0].sampler.ledger
+    assert ledger.outcomes == {"trained": 32} and not ledger.pending
+
+
+def test_torchrun_starts_the_ranks_of_a_run_again_which_goes_on_by_itself(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i} and", "completion": "two words"} for i in range(320)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    launcher = "torchrun --max_restarts 2 --nproc_per_node 2 --master_port {port} -m {module}"
+
+    def words(run: Path) -> list[str]:
+        flags = f"--pretrain {tiny_model_dir} --dataset {tmp_path}/rows.jsonl --save_path {run} "
+        flags += f"--ckpt_path {run}/ckpt --save_steps 4 --load_checkpoint {SFT_FLAGS}"
+        return [*launched("train_sft", launcher), *flags.split()]
+
+    struck, straight = tmp_path / "struck", tmp_path / "straight"
+    with started(words(struck), env=environment()) as process:
+        wait_until(lambda: (struck / "ckpt/global_step4").exists(), 240)
+        family = psutil.Process(process.pid).children(recursive=True)
+        [rank] = [p for p in family if p.environ().get("LOCAL_RANK") == "1"]
+        rank.kill()
+        _, said = process.communicate(timeout=240)
+    assert process.returncode == 0 and "exitcode: -9" in said, said[-3000:]
+    run_command(*words(straight), env=environment())
+    losses = [
+        [(record["step"], record["gpt_loss"]) for record in read_metrics(run / "metrics.jsonl")]
+        for run in (struck, straight)
+    ]
+    assert len(losses[0]) == 40 and losses[0] == losses[1]
+
+
+# The node of policy or engine is gone behind step 2, and another one comes some seconds later.
+LOSING_A_NODE = """
+import sys, threading, time
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group
+
+from openrlhf.cli import train_ppo_ray
+from openrlhf.trainer.ppo_trainer import PPOTrainer
+from openrlhf.trainer.ray.placement import CPU_SHARE_OF_A_RANK
+
+node = {"object_store_memory": 80_000_000, "num_cpus": 1}
+head = node | {"include_dashboard": False, "node_ip_address": "127.0.0.2"}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+other = cluster.add_node(**node, node_ip_address="127.0.0.3")
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+taken = [{"CPU": 1 - CPU_SHARE_OF_A_RANK, f"node:127.0.0.{k}": 0.001} for k in (2, 3)]
+ray.get(placement_group(taken).ready())
+report, threads = PPOTrainer.report, []
+
+
+def come():
+    time.sleep(float(sys.argv[1]))
+    cluster.add_node(**node, node_ip_address="127.0.0.4")
+    print("NODE", flush=True)
+
+
+def report_and_lose(trainer, global_step, *args):
+    report(trainer, global_step, *args)
+    if global_step == 2 and not threads:
+        cluster.remove_node(other, allow_graceful=False)
+        threads.append(threading.Thread(target=come, daemon=True))
+        threads[0].start()
+
+
+PPOTrainer.report = report_and_lose
+try:
+    train_ppo_ray.main(sys.argv[2:])
+finally:
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("comes_after_s", "code"), [(5, 0), (300, 3)])
+def test_a_lost_node_is_waited_for(given: dict, comes_after_s: int, code: int) -> None:
+    flags = (
+        "--advantage_estimator group_norm --init_kl_coef 0 --vllm_num_engines 1 "
+        f"--node_wait_s {20 if code else 200} --engine_timeout_s 60"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        env |= {"RAY_TMPDIR": folder, "GLOO_SOCKET_IFNAME": "lo"}
+        words = argv("", sizes=f"{FLAGS} {flags}", **given)
+        said = run_command(
+            "-c", LOSING_A_NODE, str(comes_after_s), *words, timeout=500, env=env, code=code
+        )
+    steps = [step["step"] for step in steps_of(given["save_path"])]
+    if code:
+        assert "was on a node that is gone, and no other had room for it in 20 s" in said
+        assert steps == [1, 2]
+    else:
+        assert steps == list(range(1, NUM_STEPS + 1)) and "is up again" in said

@@ -1,0 +1,106 @@
+"""Engines that are lost while they sample: others, or the ones in their place, sample instead."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.errors import EngineError, LostEngineError
+from openrlhf.rollout.engine_pool import Dispatcher
+
+
+class Engine:
+    """Samples at once, but is lost with what it samples when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self.failure: EngineError | None = None
+        self.num_taken = 0
+        self.lost = asyncio.Event()
+
+    @property
+    def is_up(self) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        return not self.is_lost
+
+    def lose(self) -> None:
+        self.is_lost = True
+        self.lost.set()
+
+    async def sample(self, request: GenerationRequest) -> list[Completion]:
+        self.num_taken += 1
+        if not self.is_lost and request.request_id.startswith("long"):
+            await self.lost.wait()
+        if self.is_lost:
+            raise LostEngineError("vllm-0 died: pid 7 was killed by SIGKILL")
+        return [Completion((5,), (-0.5,), "stop", 3)] * request.sampling.num_samples
+
+
+def asked(name: str) -> GenerationRequest:
+    return GenerationRequest(name, (1, 2), SamplingSettings(num_samples=2))
+
+
+def test_what_a_lost_engine_had_is_sampled_by_another_once() -> None:
+    async def run() -> None:
+        engines = [Engine(), Engine()]
+        dispatcher = Dispatcher(engines)
+        names = [f"long {k}" for k in range(6)]
+        work = [asyncio.ensure_future(dispatcher.sample(asked(name))) for name in names]
+        await asyncio.sleep(0.01)
+        assert [engine.num_taken for engine in engines] == [3, 3]
+        engines[0].lose()
+        engines[1].lost.set()
+        found = await asyncio.gather(*work)
+        assert Counter(map(len, found)) == {2: 6}
+        assert engines[0].num_taken == 3 and dispatcher._loads == [0, 0]
+        await dispatcher.sample(asked("short"))
+        assert engines[0].num_taken == 3  # it is not asked while it is away
+        engines[0].is_lost = False
+        await dispatcher.sample(asked("short"))
+        assert engines[0].num_taken == 4
+
+    asyncio.run(run())
+
+
+def test_a_single_engine_is_waited_for() -> None:
+    async def run() -> None:
+        engine = Engine()
+        work = asyncio.ensure_future(Dispatcher([engine]).sample(asked("long")))
+        await asyncio.sleep(0.01)
+        engine.lose()
+        await asyncio.sleep(0.1)
+        assert not work.done() and engine.num_taken == 1
+        engine.is_lost = False  # the event stays set: the next sample comes at once
+        assert len(await work) == 2 and engine.num_taken == 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_cannot_be_replaced_ends_the_wait() -> None:
+    async def run() -> None:
+        engine = Engine()
+        work = asyncio.ensure_future(Dispatcher([engine, Engine()]).sample(asked("long")))
+        await asyncio.sleep(0.01)
+        engine.failure = EngineError("3 restart(s) of vllm within an hour are allowed")
+        engine.lose()
+        with pytest.raises(EngineError, match=r"3 restart\(s\) of vllm"):
+            await work
+
+    asyncio.run(run())
+
+
+def test_turns_of_an_agent_stay_with_its_engine_while_that_is_up() -> None:
+    async def run() -> None:
+        engines = [Engine(), Engine()]
+        second = Dispatcher(engines).at(1)
+        for _ in range(3):
+            await second.sample(asked("short"))
+        engines[1].lose()
+        await second.sample(asked("short"))
+        engines[1].is_lost = False
+        await second.sample(asked("short"))
+        assert [engine.num_taken for engine in engines] == [1, 5]
+
+    asyncio.run(run())
