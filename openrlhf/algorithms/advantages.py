@@ -29,7 +29,6 @@ def penalise_overlong(
     r - e / buffer_len * penalty_factor (DAPO, arXiv 2503.14476).
     """
     assert rewards_B.shape == response_lengths_B.shape, "one length per reward is needed"
-    assert 0 < buffer_len <= max_new_tokens, f"buffer of {buffer_len} in {max_new_tokens} tokens"
     excess_B = response_lengths_B - (max_new_tokens - buffer_len)
     return rewards_B - excess_B.clamp(0, buffer_len) / buffer_len * penalty_factor
 
@@ -39,7 +38,6 @@ def penalise_truncated(rewards_B: Tensor, is_truncated_B: Tensor, *, coef: float
     (B,).
     """
     assert rewards_B.shape == is_truncated_B.shape, "one flag per reward is needed"
-    assert coef <= 1, f"a coefficient of {coef} would reward truncation"
     penalised_B = rewards_B * coef if coef >= 0 else torch.full_like(rewards_B, coef)
     return torch.where(is_truncated_B.bool(), penalised_B, rewards_B)
 

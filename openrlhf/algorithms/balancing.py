@@ -15,7 +15,6 @@ def balanced_partitions(lengths: Sequence[int], num_parts: int) -> list[list[int
     Longest first, each to the part that is shortest so far (LPT: the longest part is at most 4/3 of
     the best possible one). No part is empty unless there are fewer samples than parts.
     """
-    assert num_parts > 0, "at least one part is needed"
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     heap = [(0, 0, part) for part in range(num_parts)]  # (total length, count, part)
     for index in _longest_first(lengths):
@@ -47,7 +46,6 @@ def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
 
 def fixed_batches(num_samples: int, batch_size: int) -> list[list[int]]:
     """Return consecutive indices, `batch_size` at a time; the last batch may be smaller."""
-    assert batch_size > 0, "a batch holds at least one sample"
     starts = range(0, num_samples, batch_size)
     return [list(range(start, min(start + batch_size, num_samples))) for start in starts]
 

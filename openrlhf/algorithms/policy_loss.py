@@ -185,5 +185,4 @@ def aggregate(
         return loss_N.sum() / num_tokens_global
     if mode == "seq_mean":
         return segment_mean(loss_N, num_actions_B).sum() / num_seqs_global
-    assert mode == "seq_sum_norm", mode
     return loss_N.sum() / (num_seqs_global * max_new_tokens)

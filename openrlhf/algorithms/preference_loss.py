@@ -10,7 +10,7 @@ the whole optimizer step.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -55,14 +55,6 @@ class PreferenceOptions:
     simpo_gamma: float = 0.5
 
 
-class PreferenceTerms(NamedTuple):
-    """Loss per pair and the implicit rewards of its sides; only losses_B carries a gradient."""
-
-    losses_B: Tensor
-    chosen_reward_B: Tensor
-    rejected_reward_B: Tensor
-
-
 Terms = tuple[Tensor, Tensor]  # losses_B, rewards of chosen and rejected before beta (2, B)
 
 
@@ -101,7 +93,6 @@ def robust(pairs: PairLogps, options: PreferenceOptions) -> Terms:
     """
     ratios = pairs.ratios
     logits_B, eps = options.beta * (ratios[0] - ratios[1]), options.label_smoothing
-    assert eps < 0.5, "labels that are wrong as often as right say nothing"
     losses_B = -(1 - eps) * F.logsigmoid(logits_B) + eps * F.logsigmoid(-logits_B)
     return losses_B / (1 - 2 * eps), ratios
 
@@ -194,14 +185,13 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
 
 def preference_loss(
     loss: PreferenceLoss, pairs: PairLogps, options: PreferenceOptions
-) -> PreferenceTerms:
-    """Return losses and rewards per pair, (B,) fp32; rewards are beta r where the loss compares
-    with a reference.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return losses, rewards of the chosen and rewards of the rejected, (B,) fp32; rewards are
+    beta r where the loss compares with a reference, without gradient.
     """
-    assert options.beta > 0, "beta is a temperature"
     losses_B, rewards = loss(pairs, options)
     chosen_B, rejected_B = (options.beta * reward_B.detach() for reward_B in rewards)
-    return PreferenceTerms(losses_B, chosen_B, rejected_B)
+    return losses_B, chosen_B, rejected_B
 
 
 def kto_kl_sum(policy_B: Tensor, ref_B: Tensor) -> Tensor:

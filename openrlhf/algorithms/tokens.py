@@ -106,7 +106,6 @@ def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the o
     """
     assert hidden_NH.dtype == weight_VH.dtype, f"{hidden_NH.dtype} hidden, {weight_VH.dtype} weight"
     assert hidden_NH.dim() == 2 and targets_N.shape == hidden_NH.shape[:1], "one target per state"
-    assert temperature > 0, "greedy decoding has no log-probs"
     head = _Head(temperature, softcap, logit_scale, with_entropy, chunk_tokens, shard)
     return _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, head)
 

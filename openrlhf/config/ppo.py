@@ -470,6 +470,7 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         estimator, gamma = self.algo.advantage.estimator, self.algo.advantage.gamma
         prompts, group = self.rollout.batch_size, self.rollout.n_samples_per_prompt
         batch_size, num_samples = self.train.batch_size, prompts * group
+        buffer_len, max_len = self.reward.overlong_buffer_len, self.rollout.max_new_tokens
         if estimator in GROUP_ESTIMATORS and group == 1:
             yield (
                 f"--advantage_estimator {estimator} compares the samples of a prompt, and "
@@ -478,6 +479,11 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
             )
         if estimator not in ("gae", "reinforce") and gamma != 1:
             yield f"--advantage_estimator {estimator} needs --gamma 1: {gamma}. Type --gamma 1."
+        if buffer_len is not None and buffer_len > max_len:
+            yield (
+                f"--overlong_buffer_len {buffer_len:g} is more than --generate_max_len {max_len}, "
+                f"so every response is penalised. Type --overlong_buffer_len {max_len // 4 or 1}."
+            )
         if batch_size > num_samples:
             yield (
                 f"--train_batch_size {batch_size} is more than the {num_samples} samples of a step "

@@ -41,7 +41,6 @@ class PromptCursor:
         """Return the next row indices: at most `num_rows`, fewer at an episode's end, none when all
         is drawn.
         """
-        assert num_rows > 0, f"a draw of {num_rows} rows never ends"
         if self.is_exhausted:
             return []
         drawn = self.order(self.episode)[self.position : self.position + num_rows]

@@ -95,16 +95,6 @@ class Panel:
     curves: list[Curve]
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of a run's steps: of each phase, and as a whole."""
-
-    run: str
-    steps: list[int]
-    phases: dict[str, list[float | None]]
-    total: list[float | None]
-
-
 def make_panels(runs: Sequence[Run]) -> list[Panel]:
     """Return the panels that the runs have numbers for; each metric is in one of them."""
     left = dict.fromkeys(name for run in runs for record in run.records for name in record)
@@ -158,8 +148,11 @@ def _curves(runs: Sequence[Run], metrics: Iterable[str]) -> Iterator[Curve]:
             yield Curve(run.name, metric, is_evaluation, steps, values, errors)
 
 
-def step_times(run: Run) -> StepTimes | None:
-    """Return the seconds of each phase of the steps; None where none were logged."""
+def step_times(run: Run) -> dict[str, object] | None:
+    """Return the seconds of a run's steps, as the page reads them; None where none were logged.
+
+    Example: `{"run": "a", "steps": [1, 2], "phases": {"gen": [2.0, 2.1]}, "total": [3.5, 3.6]}`
+    """
     records = [record for record in run.records if "timing/step_total" in record]
     if not records:
         return None
@@ -176,7 +169,8 @@ def step_times(run: Run) -> StepTimes | None:
     steps = [int(record["step"] or 0) for record in records]
     totals = [record["timing/step_total"] for record in records]
     steps, (total, *phases) = thinned(steps, [totals, *columns.values()], MAX_BARS)
-    return StepTimes(run.name, steps, dict(zip(columns, phases, strict=True)), total)
+    by_name = dict(zip(columns, phases, strict=True))
+    return {"run": run.name, "steps": steps, "phases": by_name, "total": total}
 
 
 def thinned(

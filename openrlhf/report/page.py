@@ -3,9 +3,10 @@
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
@@ -28,7 +29,7 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel], *, is_served: bool) 
         "runs": [_run_data(run, panels, is_served=is_served) for run in runs],
         "panels": [asdict(panel) for panel in panels],
         "main": main_panels(panels),
-        "times": [asdict(times) for run in runs if (times := step_times(run)) is not None],
+        "times": list(filter(None, map(step_times, runs))),
     }
     return (
         _environment()
@@ -58,28 +59,25 @@ def table(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
     return [(title, [column.get(title, "") for column in columns]) for title in titles]
 
 
-@dataclass(frozen=True)
-class SettingRow:
-    """A setting, its value in each run, and its default."""
-
-    name: str
-    other_names: str  # the flags that set it
-    values: list[str]
-    default: str
-    is_changed: bool  # from the default, in a run
-    is_same: bool  # in all runs
-
-
-def settings(runs: Sequence[Run]) -> list[SettingRow]:
-    """Return all settings of the runs."""
+def settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return all settings of the runs: name and flags, the value in each run and the default, and
+    whether a run has another value than that, and all have the same.
+    """
     rows = []
     for name, values in table([run.settings for run in runs]):
         owner = next(run for run in runs if name in run.settings)
         flags = [flag for flag, _ in owner.options[name].names] if name in owner.options else []
         default = owner.default(name)
-        is_changed = default is not None and any(value not in ("", default) for value in values)
-        is_same = len(set(values)) == 1
-        rows.append(SettingRow(name, " ".join(flags), values, default or "", is_changed, is_same))
+        rows.append(
+            {
+                "name": name,
+                "other_names": " ".join(flags),
+                "values": values,
+                "default": default or "",
+                "is_changed": default is not None and not {*values} <= {"", default},
+                "is_same": len(set(values)) == 1,
+            }
+        )
     return rows
 
 

@@ -7,7 +7,6 @@ extra_info)` of one row, or of lists. Several are added up. Each may be `async d
 """
 
 import asyncio
-import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -128,8 +127,8 @@ class UserFunctions:
             raise ConfigError(found)
 
     def shown(self, batch: RewardBatch) -> Shown:
-        """Return the arguments of each function for the first sample, shortened: those that its
-        code reads, and the others together.
+        """Return the arguments of each function for the first sample, shortened: those that it
+        names, and the others together.
         """
         one = Repr()
         one.maxstring = one.maxother = MAX_SHOWN
@@ -160,17 +159,15 @@ class UserFunctions:
             rewards.append(sum(share for share, _ in applying) if applying else None)
             scores.append(applying[0][1] if applying else None)
         results = [result for _, result in answers]
-        columns = dict(zip(self.names, (numbers for numbers, _ in answers), strict=True))
-        has_several = len(results) > 1
+        if len(results) == 1:
+            return replace(results[0], rewards=rewards)
+        columns = {n: list(own) for n, (own, _) in zip(self.names, answers, strict=True)}
         return RewardResult(
             rewards,
-            scores=scores if has_several else results[0].scores,
+            scores,
             extra_logs={k: v for result in results for k, v in result.extra_logs.items()},
             extra_columns={k: v for result in results for k, v in result.extra_columns.items()},
-            parts=(
-                {name: list(numbers) for name, numbers in columns.items()} if has_several else {}
-            )
-            | {k: v for result in results for k, v in result.parts.items()},
+            parts=columns | {k: v for result in results for k, v in result.parts.items()},
             unread=[key for result in results for key in result.unread],
         )
 
@@ -182,7 +179,8 @@ class UserFunctions:
         columns: dict[str, object] = {}
         arguments = accepted(part.function, _arguments(part.function, batch, logs, columns))
         if _verl_names(part.function) == ROW_NAMES:
-            rows = [_row(arguments, index) for index in range(len(batch))]
+            lists = {name: v for name, v in arguments.items() if isinstance(v, list)}
+            rows = [{n: v[index] for n, v in lists.items()} for index in range(len(batch))]
             answers = [self._call(part, **row) for row in rows]
             answer, logs, columns = _of_rows(answers, part.source)
         else:
@@ -362,10 +360,6 @@ def _truths(batch: RewardBatch) -> list[object]:
     return [row.get("ground_truth") if isinstance(row, Mapping) else None for row in rows]
 
 
-def _row(arguments: Mapping[str, object], index: int) -> dict[str, object]:
-    return {name: v[index] for name, v in arguments.items() if isinstance(v, list)}
-
-
 def _of_rows(
     answers: Sequence[object], source: str
 ) -> tuple[list[object], dict[str, object], dict[str, object]]:
@@ -407,8 +401,8 @@ def _unknown(part: WeightedFunction, batch: RewardBatch) -> str:
 
 
 def _first_sample(function: RewardFunction, batch: RewardBatch) -> Iterator[tuple[str, object]]:
-    """Yield the arguments of a function that its code reads, of the first sample, and the others
-    that it is given as **columns.
+    """Yield the arguments that a function names, of the first sample, and the others that it is
+    given as **columns.
     """
     parameters = inspect.signature(function).parameters
     given = {
@@ -417,7 +411,7 @@ def _first_sample(function: RewardFunction, batch: RewardBatch) -> Iterator[tupl
         if not callable(values)
     }
     for name in parameters:
-        if name in given and _reads(function, name):
+        if name in given:
             yield name, given[name]
     if others := {name: value for name, value in given.items() if name not in parameters}:
         yield "**", others
@@ -428,10 +422,3 @@ def _first(values: object) -> object:
     if isinstance(values, dict):
         return {name: _first(column) for name, column in values.items()}
     return next(iter(values), None) if isinstance(values, list) else values
-
-
-def _reads(function: RewardFunction, name: str) -> bool:
-    """Return False if no line of a function has the argument of this name."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    found = (line.argval for line in dis.get_instructions(code)) if code else [name]
-    return any(name in value if isinstance(value, tuple) else name == value for value in found)

@@ -80,19 +80,19 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
             None if ref_sums is None else by_side(ref_sums),
         )
         chosen_B, rejected_B = pairs.sums_2B
-        terms = preference_loss(self.loss, pairs, self.options)
+        losses_B, better_B, worse_B = preference_loss(self.loss, pairs, self.options)
         metrics = Metrics()
         means = {
-            "loss": terms.losses_B,
-            "chosen_reward": terms.chosen_reward_B,
-            "reject_reward": terms.rejected_reward_B,
-            "acc": terms.chosen_reward_B > terms.rejected_reward_B,
+            "loss": losses_B,
+            "chosen_reward": better_B,
+            "reject_reward": worse_B,
+            "acc": better_B > worse_B,
             "chosen_logps": chosen_B,
             "reject_logps": rejected_B,
         }
         add_means(metrics, means)
-        halves_S = lengths.new_full(lengths.shape, 0.5, dtype=terms.losses_B.dtype)
-        loss_sum = self.add_router_loss(terms.losses_B.sum(), stats.aux_loss, halves_S, metrics)
+        halves_S = lengths.new_full(lengths.shape, 0.5, dtype=losses_B.dtype)
+        loss_sum = self.add_router_loss(losses_B.sum(), stats.aux_loss, halves_S, metrics)
         loss = loss_sum / denominators["num_pairs"]
         if self.nll_coef:
             nll_sum, num_tokens = -chosen_B.sum(), int(pairs.lengths_2B[0].sum())

@@ -9,7 +9,7 @@ model ever exist as a whole.
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,6 @@ from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.packing import PackedBatch, base_model_of
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
-
-
-class StudentTerms(NamedTuple):
-    """Sums and numbers of the N target tokens of a batch; only loss and aux_loss have gradients."""
-
-    loss: Tensor  # () sum over targets of (1 - coef) * -logp + coef * divergence
-    logprobs: Tensor  # (N,) fp32
-    divergence: Tensor  # (N,) fp32
-    aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
 
 
 def distill(
@@ -76,16 +67,17 @@ class Student(Actor):
         super().__init__(model, with_aux_loss=with_aux_loss)
         self.coef, self.kind = coef, kind
 
-    def forward(self, batch: PackedBatch, teacher: Head) -> StudentTerms:
-        """Return the loss on the targets of a batch, against what the teacher says there."""
+    def forward(self, batch: PackedBatch, teacher: Head) -> tuple[Tensor | None, ...]:
+        """Return the sum over the targets of (1 - coef) * -logp + coef * divergence, both of them
+        at each target, (N,) without gradient, and of a mixture of experts the router loss of each
+        sequence, (B,).
+        """
         states = self.states_at(batch, batch.predict_index)
         targets_n = states.select(batch.targets)
         loss, *of_tokens = self.head(
             distill, states.hidden_nH, targets_n, teacher, self.coef, self.kind
         )
-        return StudentTerms(
-            states.total(loss), *map(states.spread, of_tokens), aux_loss=states.aux_loss
-        )
+        return states.total(loss), *map(states.spread, of_tokens), states.aux_loss
 
 
 class Teacher(Actor):
@@ -212,10 +204,12 @@ class KDTrainer(SFTTrainer):
         with gathered(
             list(teacher.head.parameters())
         ):  # under ZeRO-3 they are whole only in its forward
-            terms: StudentTerms = self.engine(batch, as_head(teacher.head, hidden_NK))
-        num_tokens, metrics = len(terms.logprobs), Metrics()
-        add_means(metrics, {"gpt_loss": -terms.logprobs, "distil_loss": terms.divergence})
-        loss_sum = self.add_router_loss(terms.loss, terms.aux_loss, batch.num_targets, metrics)
+            loss, logprobs_N, divergence_N, aux_loss_B = self.engine(
+                batch, as_head(teacher.head, hidden_NK)
+            )
+        num_tokens, metrics = len(logprobs_N), Metrics()
+        add_means(metrics, {"gpt_loss": -logprobs_N, "distil_loss": divergence_N})
+        loss_sum = self.add_router_loss(loss, aux_loss_B, batch.num_targets, metrics)
         metrics.add("loss", loss_sum.item() / num_tokens, weight=num_tokens)
         return loss_sum / denominators["num_tokens"], metrics
 

@@ -8,7 +8,7 @@ their rows of it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,14 +53,6 @@ class MarkedBatch(Batch):
         return owner_M.bincount(minlength=len(self.packed.seq_lengths))
 
 
-class MarkerTerms(NamedTuple):
-    """Losses and verdicts at the M markers of a batch."""
-
-    losses: Tensor  # (M,) fp32
-    is_correct: Tensor  # (M,) bool
-    aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
-
-
 def judge_markers(
     head: ChunkedHead, hidden_MH: Tensor, labels_M: Tensor, reward_tokens_R: Tensor | None
 ) -> tuple[Tensor, ...]:
@@ -88,12 +80,14 @@ class StepJudge(Actor):
 
     reads_whole_head = True
 
-    def forward(self, batch: MarkedBatch) -> MarkerTerms:
-        """Return the loss and verdict at every marker."""
+    def forward(self, batch: MarkedBatch) -> tuple[Tensor | None, ...]:
+        """Return the loss and the verdict at every marker, (M,), and of a mixture of experts the
+        router loss of each sequence, (B,).
+        """
         states = self.states_at(batch.packed, batch.marker_index)
         labels_m = states.select(batch.labels)
         verdicts = self.head(judge_markers, states.hidden_nH, labels_m, batch.reward_tokens)
-        return MarkerTerms(*map(states.spread, verdicts), aux_loss=states.aux_loss)
+        return *map(states.spread, verdicts), states.aux_loss
 
 
 class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
@@ -142,11 +136,10 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         self, batch: MarkedBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
         """Return the sum over markers / markers of the step, plus the router loss of experts."""
-        terms = self.engine(batch)
-        num_markers, metrics = len(terms.losses), Metrics()
-        add_means(metrics, {"prm_loss": terms.losses, "acc": terms.is_correct})
-        loss_sum = terms.losses.sum()
-        loss_sum = self.add_router_loss(loss_sum, terms.aux_loss, batch.num_markers, metrics)
+        losses_M, is_correct_M, aux_loss_B = self.engine(batch)
+        num_markers, metrics = len(losses_M), Metrics()
+        add_means(metrics, {"prm_loss": losses_M, "acc": is_correct_M})
+        loss_sum = self.add_router_loss(losses_M.sum(), aux_loss_B, batch.num_markers, metrics)
         metrics.add("loss", loss_sum.item() / num_markers, weight=num_markers)
         return loss_sum / denominators["num_markers"], metrics
 

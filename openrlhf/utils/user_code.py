@@ -54,10 +54,8 @@ def load_module(path: str | Path) -> ModuleType:
     if file.suffix != ".py" or not file.is_file():
         raise ConfigError(f"{path} is not a Python file that exists. Give the path of a .py file.")
     name = f"openrlhf_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None, f"no loader for {file}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # pickling and dataclasses look the module up by name
+    module = sys.modules[name] = ModuleType(name)  # where pickling and dataclasses look it up
+    module.__file__ = str(file)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     with blaming(path, ConfigError):  # from the text: bytecode may be that of an edit before

@@ -129,15 +129,6 @@ def test_nothing_is_left_beside_the_output(folder: Path) -> None:
     assert [path.name for path in (folder / "new").iterdir()] == ["out.jsonl"]
 
 
-def test_dialogues_as_text_of_json_are_scored_as_dialogues(folder: Path) -> None:
-    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
-    write_jsonl(folder / "spelled.jsonl", [{"messages": json.dumps(turns)}])
-    paths = {"pretrain": "reward", "dataset": "spelled.jsonl", "output_path": "spelled-out.jsonl"}
-    run_batch_inference(config_of(folder, "rm", "--input_key messages --output_key null", **paths))
-    [row] = read_jsonl(folder / "spelled-out.jsonl")
-    assert (row["input"], row["output"]) == (turns[:1], "2")
-
-
 def test_samples_of_a_prompt_differ_and_stand_together(folder: Path) -> None:
     flags = "--best_of_n 3 --max_new_tokens 8 --prompt_max_len 64"
     run_batch_inference(config_of(folder, "generate", flags, output_path="three.jsonl"))
@@ -330,11 +321,13 @@ def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: P
     [first, _] = read_jsonl(folder / "said-rm.jsonl")
     assert (first["input"], first["output"], first["tools"]) == ([question], "two", tools)
 
-    write_jsonl(folder / "whole.jsonl", rows[:1])
     scored = {"pretrain": "reward", "dataset": "whole.jsonl", "output_path": "whole-rm.jsonl"}
-    run_batch_inference(config_of(folder, "rm", "", **scored))
-    [row] = read_jsonl(folder / "whole-rm.jsonl")
-    assert (row["input"], row["output"]) == ([question], "3")
+    spelled = [{"messages": json.dumps(rows[0]["messages"])}]
+    for whole, flags in ((rows[:1], ""), (spelled, "--input_key messages --output_key null")):
+        write_jsonl(folder / "whole.jsonl", whole)
+        run_batch_inference(config_of(folder, "rm", flags, **scored))
+        [row] = read_jsonl(folder / "whole-rm.jsonl")
+        assert (row["input"], row["output"]) == ([question], "3")
 
 
 def test_a_wrong_model_hides_no_column(folder: Path, refuse) -> None:

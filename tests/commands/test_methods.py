@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf import api
 from openrlhf.cli import check
 from openrlhf.cli.main import command
 from openrlhf.config.methods import METHODS, Method
@@ -17,6 +18,11 @@ FOCAL = Method(
     "tests.helpers.focal:FocalConfig",
     "tests.helpers.focal:FocalTrainer",
 )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_a_function_of_python_under_its_own_name(name: str) -> None:
+    assert getattr(api, name).method is METHODS[name]
 
 
 def test_an_entry_makes_a_method_a_command_that_checks_trains_and_reports(

@@ -6,19 +6,13 @@ import pytest
 
 from openrlhf.config.cli import flag_table, nearest
 from openrlhf.config.from_trl import HERE, OF_ALL, OF_RL, OF_SUPERVISED
+from openrlhf.config.methods import METHODS
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import (
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    PRMConfig,
-    RMConfig,
-    SFTConfig,
-)
+from openrlhf.config.supervised import DPOConfig, SFTConfig
 from tests.helpers.configs import NEEDS, problems
 from tests.source import ROOT
 
-TRAINERS = (SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig, PPOConfig)
+TRAINERS = (PPOConfig, *(method.config_class for method in METHODS.values()))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ PPO_PROBLEMS = [
      "1. Type --n_samples_per_prompt 8 (or any number above 1)."),
     ("--advantage_estimator dr_grpo --gamma 0.9",
      "--advantage_estimator dr_grpo needs --gamma 1: 0.9. Type --gamma 1."),
+    ("--overlong_buffer_len 2048 --generate_max_len 1024",
+     "--overlong_buffer_len 2048 is more than --generate_max_len 1024, so every response is "
+     "penalised. Type --overlong_buffer_len 256."),
     ("--rollout_batch_size 16 --n_samples_per_prompt 4 --train_batch_size 128",
      "--train_batch_size 128 is more than the 64 samples of a step (--rollout_batch_size 16 x "
      "--n_samples_per_prompt 4). Type --train_batch_size 64 or --rollout_batch_size 32."),

@@ -148,6 +148,10 @@ GOOD = b'{"a": 1}\n'
         (b'{"a": NaN}', "rows.jsonl:2: not JSON: NaN is not a number"),
         (b'{"a": 1, "a": 2}', "rows.jsonl:2: not JSON: duplicate key a"),
         (b"\0\0\0\0", "rows.jsonl:2: not JSON: zero bytes"),
+        *[
+            (b'{"a": [0.0, 0e5, %b]}' % number.encode(), f"rows.jsonl:2: not JSON: {number} is not")
+            for number in ("1e400", "-1E400", "1e-400")
+        ],
         (b'{"a": 1},', "rows.jsonl:2: not JSON: Extra data"),
         (b"[" * 99999, "rows.jsonl:2: not JSON: maximum recursion"),
     ],
@@ -188,14 +192,6 @@ def test_values_stand_in_the_table_as_they_stand_in_the_file(tmp_path, values):
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"q": "y", "a": value} for value in values[:1]])
     found = load_rows(f"{path},{plain}")["a"]
     assert json.dumps(list(found)) == json.dumps([*values, values[0]])
-
-
-@pytest.mark.parametrize("number", ["1e400", "-1E400", "1e-400"])
-def test_a_number_beyond_floats_is_refused_by_its_line(tmp_path, number):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"a": 0.1}}\n{{"a": [0.0, 0e5, {number}]}}\n')
-    with pytest.raises(DataError, match=rf"rows.jsonl:2: not JSON: {number} is not a number that"):
-        load_rows(str(path))
 
 
 def test_damaged_binary_files_are_named(tmp_path):

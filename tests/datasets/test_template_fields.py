@@ -121,12 +121,6 @@ def test_tool_calls_that_the_template_does_not_know_are_a_row_error(plain):
     assert refusal(plain, CHATML, [ASKED, call('{"a": 1}')]) == lost
 
 
-def test_arguments_that_would_be_learnt_as_python_text_are_a_row_error(plain):
-    printed = CHATML.replace("m.content", "m.content ~ m.tool_calls")
-    found = refusal(plain, printed, [ASKED, call({"city": "Bonn"})])
-    assert found.endswith("would be written by the chat template as the text of an object")
-
-
 def test_thoughts_that_the_template_cuts_off_are_a_row_error_where_they_are_learnt(plain):
     cutting = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
     thinks = answer("<think>Hmm.</think>There.")
@@ -147,7 +141,7 @@ def test_the_template_for_tools_is_taken_where_there_are_tools(plain):
     assert render_dialogue(TextEncoder(plain), dialogue).text.startswith("<|im_start|>")
 
 
-def test_objects_in_arguments_that_would_be_python_text_are_a_row_error(plain):
+def test_arguments_that_would_be_learnt_as_python_text_are_a_row_error(plain):
     each = "{% for k, v in m.tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
     named = "{{ m.tool_calls[0].function.name }}"
     printed = CHATML.replace("{{ m.content }}", f"{{% if m.tool_calls %}}{named}{each}{{% else %}}"
@@ -155,27 +149,30 @@ def test_objects_in_arguments_that_would_be_python_text_are_a_row_error(plain):
     plain.chat_template = printed
     dialogue = to_messages([ASKED, call({"city": "Bonn", "days": [1, 2]})])
     assert "city=Bonn" in render_dialogue(TextEncoder(plain), dialogue).text
-    for found in ({"at": {"city": "Bonn"}}, {"all": [{"city": "Bonn"}]}):
-        told = refusal(plain, printed, [ASKED, call(found)])
+    whole = CHATML.replace("m.content", "m.content ~ m.tool_calls")
+    for template, found in (
+        (whole, {"city": "Bonn"}),
+        (printed, {"at": {"city": "Bonn"}}),
+        (printed, {"all": [{"city": "Bonn"}]}),
+    ):
+        told = refusal(plain, template, [ASKED, call(found)])
         assert told.endswith("would be written by the chat template as the text of an object")
 
 
-def test_parts_of_tools_that_the_template_does_not_write_are_said(plain):
-    plain.chat_template, encoder = (
-        f"{{{{ (tools or [{{}}])[0].name }}}}{CHATML}",
-        TextEncoder(plain),
-    )
+def test_what_the_template_does_not_write_of_tools_is_said(plain):
     properties = {"city": {"type": "string"}}
     weather = {"name": "f", "description": "d", "parameters": {"properties": properties}}
-    render_dialogue(encoder, to_messages([ASKED, answer("There.")]), tools=[weather])
-    assert encoder.unread == {"'description' of tools", "'parameters' of tools"}
-
-
-def test_tools_that_the_template_does_not_write_are_said(plain):
-    plain.chat_template, encoder = CHATML, TextEncoder(plain)
-    dialogue = to_messages([ASKED, answer("There.")])
-    render_dialogue(encoder, dialogue, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert encoder.unread == {"tools"}
+    for template, tool, unread in (
+        (CHATML, {"type": "function", "function": {"name": "f"}}, {"tools"}),
+        (
+            f"{{{{ (tools or [{{}}])[0].name }}}}{CHATML}",
+            weather,
+            {"'description' of tools", "'parameters' of tools"},
+        ),
+    ):
+        plain.chat_template, encoder = template, TextEncoder(plain)
+        render_dialogue(encoder, to_messages([ASKED, answer("There.")]), tools=[tool])
+        assert encoder.unread == unread
 
 
 def test_a_call_is_learnt_in_each_form_that_data_sets_give_it(plain):
@@ -189,8 +186,10 @@ def test_a_call_is_learnt_in_each_form_that_data_sets_give_it(plain):
     ]
     texts = {render_dialogue(TextEncoder(plain), to_messages([ASKED, c])).text for c in calls}
     assert len(texts) == 1 and written in texts.pop()
-    with pytest.raises(RowError, match="a tool call is no object with a name and arguments"):
-        to_messages([{"from": "function_call", "value": "{}"}])
+    unnamed = {"from": "function_call", "value": "{}"}
+    for bad in (unnamed, answer(None, tool_calls=[{"function": "weather"}])):
+        with pytest.raises(RowError, match="a tool call is no object with a name and arguments"):
+            to_messages([ASKED, bad])
 
 
 def test_roles_mean_what_their_formats_mean():
@@ -235,8 +234,3 @@ def test_a_part_that_is_no_text_is_a_row_error(plain):
         to_messages([ASKED, CALLED, result(shot)])
     listed = [{"type": "file", "path": "a.txt"}]  # values of the tool's own
     assert to_messages([ASKED, CALLED, result(listed)])[2]["content"] == listed
-
-
-def test_a_call_that_names_its_function_alone_is_a_row_error():
-    with pytest.raises(RowError, match="a tool call is no object with a name and arguments"):
-        to_messages([ASKED, answer(None, tool_calls=[{"function": "weather"}])])

@@ -130,34 +130,26 @@ def test_a_lora_model_is_exported_as_a_peft_adapter(folder: Path, lora: peft.Pef
     torch.testing.assert_close(loaded(token_ids).logits, lora(token_ids).logits)
 
 
+@pytest.mark.parametrize("is_adapter", [False, True])
 @pytest.mark.parametrize(("known", "written"), [(0, [0, 1]), ([0, 2], [0, 2, 1]), (1, 1)])
 def test_an_export_stops_at_the_token_that_ends_turns(
-    tmp_path: Path, known: int | list[int], written: int | list[int]
+    tmp_path: Path, known: int | list[int], written: int | list[int], *, is_adapter: bool
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "base"))
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     if known != 1:
         tokenizer.eos_token = "<|pad|>"  # as of a base model; turns end with <|end|>
     model.generation_config.eos_token_id = known
+    if is_adapter:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config)
     write_folder(model, model.state_dict(), tokenizer, tmp_path / "out")
     told = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert told["eos_token_id"] == written
-
-
-def test_an_adapter_stops_at_the_token_that_ends_turns(tmp_path: Path) -> None:
-    base = make_model(tmp_path / "base")
-    model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    tokenizer.eos_token = "<|pad|>"  # as of a base model; turns end with <|end|>
-    model.generation_config.eos_token_id = 0
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(model, config)
-    write_folder(adapted, adapted.state_dict(), tokenizer, tmp_path / "out")
-    told = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert told["eos_token_id"] == [0, 1]
-    assert generation_config_of(str(tmp_path / "out")).eos_token_id == [0, 1]
-    (tmp_path / "out" / "generation_config.json").unlink()  # then the base's counts
-    assert generation_config_of(str(tmp_path / "out")).eos_token_id == 1
+    assert generation_config_of(str(tmp_path / "out")).eos_token_id == written
+    if is_adapter:
+        (tmp_path / "out" / "generation_config.json").unlink()  # then the base's counts
+        assert generation_config_of(str(tmp_path / "out")).eos_token_id == 1
 
 
 def test_the_model_card_names_no_folder_of_the_machine() -> None:

@@ -7,6 +7,7 @@ import pytest
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.cli import parse_config
 from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.config.methods import METHODS
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
@@ -18,23 +19,11 @@ from openrlhf.config.serving import (
     ReportConfig,
     ServeRewardConfig,
 )
-from openrlhf.config.supervised import (
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    PRMConfig,
-    RMConfig,
-    SFTConfig,
-)
+from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, SFTConfig
 from openrlhf.errors import ConfigError
 
 COMMANDS: dict[str, type[CommandConfig]] = {
-    "train_sft": SFTConfig,
-    "train_rm": RMConfig,
-    "train_dpo": DPOConfig,
-    "train_kto": KTOConfig,
-    "train_prm": PRMConfig,
-    "train_kd": KDConfig,
+    **{f"train_{name}": method.config_class for name, method in METHODS.items()},
     "train_ppo_ray": PPOConfig,
     "evaluate": EvaluateConfig,
     "batch_inference": BatchInferenceConfig,

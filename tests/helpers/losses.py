@@ -1,32 +1,23 @@
 """One optimizer step of every supervised command, from its words."""
 
+from pkgutil import resolve_name
 from typing import Any
 
-from openrlhf.config.supervised import (
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    PRMConfig,
-    RMConfig,
-    SFTConfig,
-)
-from openrlhf.trainer.dpo_trainer import DPOTrainer
-from openrlhf.trainer.kd_trainer import KDTrainer
-from openrlhf.trainer.kto_trainer import KTOTrainer
-from openrlhf.trainer.prm_trainer import PRMTrainer
-from openrlhf.trainer.rm_trainer import RMTrainer
-from openrlhf.trainer.sft_trainer import SFTTrainer
+from openrlhf.config.methods import METHODS
 
 BETA = 0.3
 TEXT = "--input_key input --output_key output --input_template {{}}"
-STEPS = "--input_key steps --label_key labels --placeholder_token #"
+WORDS = {
+    "sft": TEXT,
+    "dpo": f"--prompt_key input --ref_pretrain {{other}} --beta {BETA}",
+    "rm": "--prompt_key input",
+    "kto": f"{TEXT} --beta {BETA}",
+    "prm": "--input_key steps --label_key labels --placeholder_token #",
+    "kd": f"{TEXT} --teacher_model {{other}}",
+}
 COMMANDS: dict[str, tuple[Any, Any, str]] = {
-    "sft": (SFTConfig, SFTTrainer, TEXT),
-    "dpo": (DPOConfig, DPOTrainer, f"--prompt_key input --ref_pretrain {{other}} --beta {BETA}"),
-    "rm": (RMConfig, RMTrainer, "--prompt_key input"),
-    "kto": (KTOConfig, KTOTrainer, f"{TEXT} --beta {BETA}"),
-    "prm": (PRMConfig, PRMTrainer, STEPS),
-    "kd": (KDConfig, KDTrainer, f"{TEXT} --teacher_model {{other}}"),
+    name: (METHODS[name].config_class, resolve_name(METHODS[name].recipe), words)
+    for name, words in WORDS.items()
 }
 
 

@@ -240,10 +240,6 @@ def test_tokens_are_coloured_by_what_is_chosen(browser, url):
         assert colours(browser, name) == ["", "", red.format(0.075), "", red.format(0.075)]
     assert browser.texts("#scale span") == ["-0.01", "0.01 (no colour: 0)"]
 
-
-def test_a_file_without_tokens_says_so(browser, url):
-    browser.open(url, "samples")
-    choose(browser, "view", "samples")
     choose(browser, "file", "step_000002.parquet")
     browser.wait(lambda: len(cells(browser, "reward")) == 6)
     browser.click("#table .tabulator-row", 0)

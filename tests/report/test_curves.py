@@ -72,8 +72,8 @@ def test_a_supervised_run_has_loss_accuracy_and_rate_with_its_evaluations(tmp_pa
 
 def test_the_phases_of_a_step_have_the_names_of_the_step_line(tmp_path):
     times = step_times(read_runs([make_run(tmp_path)])[0])
-    assert times.phases == {"gen": [2.0] * 3, "train": [1.0] * 3, "save": [0.25] * 3}
-    assert (times.steps, times.total) == ([1, 2, 3], [3.5] * 3)
+    assert times["phases"] == {"gen": [2.0] * 3, "train": [1.0] * 3, "save": [0.25] * 3}
+    assert (times["steps"], times["total"]) == ([1, 2, 3], [3.5] * 3)
 
 
 def test_many_points_become_means_of_neighbours_at_the_last_of_their_steps():

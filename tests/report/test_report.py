@@ -73,7 +73,9 @@ def test_a_page_has_curves_samples_and_settings_and_nothing_of_another_place(tmp
     assert f"<td>{TAUGHT_NOTHING}</td>" in page
     data = data_of(page)
     assert {"reward", "KL", "memory", "loss"} <= {panel["title"] for panel in data["panels"]}
-    assert len(data["runs"][0]["samples"]) == data["runs"][0]["num_samples"] == 18
+    samples = data["runs"][0]["samples"]
+    assert len(samples) == data["runs"][0]["num_samples"] == 18
+    assert ATTACK in [row["response"] for row in samples] and ATTACK not in page
     tags = Tags(page).found
     assert not [of for _, of in tags if of.get("src") or "//" in of.get("href", "")]
     assert [tag for tag, _ in tags].count("script") == 4  # no sample has made a fifth
@@ -94,14 +96,6 @@ def test_the_page_and_the_terminal_say_that_the_model_got_worse(name, tmp_path, 
     )
     assert capsys.readouterr().out.splitlines()[-3] == f"run: hint: {told}"
     assert f"<td>{told}</td>" in (tmp_path / "run" / "report.html").read_text()
-
-
-def test_a_response_cannot_leave_its_text(tmp_path):
-    report(make_run(tmp_path / "run"))
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert ATTACK not in page
-    texts = [row["response"] for row in data_of(page)["runs"][0]["samples"]]
-    assert ATTACK in texts
 
 
 def test_a_run_has_one_colour_in_all_panels_of_the_picture():
@@ -137,13 +131,14 @@ def test_several_runs_show_which_settings_differ(tmp_path, capsys):
 
 def test_settings_know_their_default_their_flags_and_whether_runs_differ(tmp_path):
     paths = [make_run(tmp_path / "a"), make_run(tmp_path / "b", learning_rate=1e-6)]
-    rows = {row.name: row for row in settings(read_runs(paths))}
+    rows = {row["name"]: row for row in settings(read_runs(paths))}
     rate = rows["actor.adam.lr"]
-    assert (rate.values, rate.default) == (["1e-05", "1e-06"], "1e-06")
-    assert (rate.is_changed, rate.is_same) == (True, False)
-    assert "actor_learning_rate" in rate.other_names.split()
+    assert (rate["values"], rate["default"]) == (["1e-05", "1e-06"], "1e-06")
+    assert (rate["is_changed"], rate["is_same"]) == (True, False)
+    assert "actor_learning_rate" in rate["other_names"].split()
     unknown = rows["seed"]  # of no command
-    assert (unknown.default, unknown.is_changed, unknown.is_same) == ("", False, True)
+    told = (unknown["default"], unknown["is_changed"], unknown["is_same"])
+    assert told == ("", False, True)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +155,7 @@ def test_only_what_was_typed_differs_from_the_default(config_class, words, tmp_p
     [run] = read_runs([tmp_path])
     assert run.command is config_class
     num_typed = len(words) // 2 + 1
-    assert len([row for row in settings([run]) if row.is_changed]) == num_typed
+    assert len([row for row in settings([run]) if row["is_changed"]]) == num_typed
     assert "d" in run.facts().values()
 
 

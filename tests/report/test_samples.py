@@ -11,7 +11,7 @@ import pytest
 
 from openrlhf.report import samples
 from openrlhf.report.sample_index import Query, SampleIndex
-from openrlhf.report.samples import excerpt, spread, step_files
+from openrlhf.report.samples import excerpt, step_files
 from openrlhf.utils.images import read_picture
 from openrlhf.utils.rollout_files import write_rollouts
 from tests.helpers import tiny_vision
@@ -65,11 +65,6 @@ def test_an_excerpt_is_bounded_and_takes_from_all_steps(tmp_path, monkeypatch):
     found = excerpt(run_dir, step_files(run_dir))
     assert 3 <= len(found) < 18
     assert {row["file"] for row in found} == {f"step_00000{step}.parquet" for step in (1, 3, 5)}
-
-
-def test_a_spread_has_the_first_and_the_last():
-    assert spread([1, 2, 3, 4, 5, 6, 7], 3) == [1, 4, 7]
-    assert spread([1, 2], 3) == [1, 2]
 
 
 def test_a_page_is_sorted_searched_and_counted(index):

@@ -288,14 +288,15 @@ def test_an_argument_of_no_known_name_is_refused_and_the_columns_are_named(
         found.check(RewardBatch.of_columns(["question"]))
 
 
-def test_what_a_function_reads_of_the_first_sample_is_shown_in_short(tmp_path):
+def test_what_a_function_is_given_of_the_first_sample_is_shown_in_short(tmp_path):
     code = """
         def reward_func(queries, prompts, labels, columns, responses=None, other=3):
             return [float(len(c)) for c in (queries, labels, columns) if responses]
     """
     batch = batch_of(2, answer=["5" * 500, "6"])
     [(name, shown)] = reward_from(tmp_path, code).shown(batch).items()
-    assert name == "my_reward" and set(shown) == {"queries", "labels", "columns", "responses"}
+    assert name == "my_reward"
+    assert [*shown] == ["queries", "prompts", "labels", "columns", "responses"]
     assert shown["queries"] == "'p0r0'" and shown["labels"] == "'0'"
     assert shown["columns"].startswith("{'answer': '5555") and len(shown["columns"]) < 200
     trl = "def f(completions, **kwargs):\n    return [1.0 for c in completions]"
