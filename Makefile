@@ -18,10 +18,11 @@ CHECK_PYTHON = import sys; v = sys.version_info; v >= (3, 11) or sys.exit(\
     'Python is %d.%d.%d: vLLM needs 3.11 or newer. Type $(REMEDY)' % tuple(v[:3]))
 
 .DEFAULT_GOAL := help
-.PHONY: help install lm-eval real-model demo check format lint types layers test test-slow test-faults test-gpu bench docs
+.PHONY: help install lm-eval real-model demo demo-vision check format lint types layers test test-slow test-faults test-gpu bench docs
 
 help:
 	@echo "make demo         tiny model, SFT, GRPO, before and after, a plot: a few minutes on a CPU"
+	@echo "make demo-vision  a tiny model learns to name what it sees, by SFT and GRPO"
 	@echo "make check        format, lint, types, layers, tests"
 	@echo "make test         the tests that run everywhere (test-slow, test-faults, test-gpu: the others)"
 	@echo "make lm-eval      lm-evaluation-harness in .lm-eval, which asks a served model (docs/evaluation.md)"
@@ -67,6 +68,9 @@ models/smollm2-135m/README.md: $(STAMP) requirements/real-model.txt examples/pyt
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/scripts/demo.sh
+
+demo-vision: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/scripts/demo_vision.sh
 
 format: $(STAMP)
 	$(BIN)/ruff format openrlhf tests examples benchmarks

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from openrlhf.distributed import collectives
 from openrlhf.distributed.folders import GB, flush, flush_one, free_bytes
-from openrlhf.distributed.weights import exported_parameters
+from openrlhf.distributed.weights import exported_parameters, total_bytes
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.console import warn
 from openrlhf.utils.images import processor_files
@@ -77,16 +77,13 @@ def check_room(hf_model: nn.Module, path: Path, *, num_copies: int = 1) -> None:
     call, before training.
     """
     is_adapter = hasattr(hf_model, "peft_config")
-    num_bytes = num_copies * sum(
-        getattr(p, "ds_numel", p.numel()) * p.element_size()
-        for p in hf_model.parameters()
-        if p.requires_grad or not is_adapter
-    )
+    written = (p for p in hf_model.parameters() if p.requires_grad or not is_adapter)
+    needed = num_copies * total_bytes(written)
     free = collectives.on_main(lambda: free_bytes(path))
-    if free < num_bytes:
+    if free < needed:
         raise ConfigError(
             f"--save_path {path} has {free / GB:.2f} GB free, and the model takes "
-            f"{num_bytes / GB:.2f} GB. Make room, or type the path of a folder on another disk."
+            f"{needed / GB:.2f} GB. Make room, or type the path of a folder on another disk."
         )
 
 

@@ -48,6 +48,11 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from _tensors(base_model_of(hf_model_of(module)), "", set())
 
 
+def total_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes of whole parameters, also of those that ZeRO-3 has split."""
+    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)
+
+
 def exported_parameters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of what an export of this model holds: the trained weights of an
     adapter as they are, not merged, or all weights.

@@ -5,7 +5,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 import torch
+import transformers
 
+from openrlhf.distributed.weights import total_bytes
 from openrlhf.engines.weight_transfer import Broadcasts, BucketReader
 from openrlhf.trainer.workers.weight_sync import HandleTransport, WeightTransport
 from openrlhf.utils.tensors import fingerprint
@@ -57,3 +59,30 @@ def test_another_process_reads_what_was_written(way):
     ours.send(None)
     process.join(20)
     assert process.exitcode == 0
+
+
+class Unread(WeightTransport):
+    """The side of a rank that nobody reads from: it packs nothing."""
+
+    def address(self, data):
+        return {}
+
+
+def test_weights_of_70b_are_at_most_64_calls_to_an_engine():
+    config = transformers.LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128_256,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    size = total_bytes(model.parameters())
+    transport = Unread(CPU, [], num_bytes=size)
+    transport.is_used = False
+    found = [bucket for bucket, _ in transport.buckets(model.named_parameters())]
+    assert len(found) <= 64
+    assert sum(len(bucket.names) for bucket in found) == len(dict(model.named_parameters()))
+    assert max(bucket.num_bytes for bucket in found) <= size / 48

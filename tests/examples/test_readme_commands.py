@@ -114,7 +114,7 @@ TRAINING = ("sft", "rm", "ppo-local", "dpo", "kto", "prm", "kd", "ppo", "eval")
 
 
 def test_every_command_of_the_readme_is_here():
-    without_flags = {"replay", "report", "serve-rm", "chat"}
+    without_flags = {"replay", "report", "serve-rm", "chat", "doctor"}
     needs_an_account = {"push"}
     assert set(COMMANDS) == set(FLAGS) | without_flags | needs_an_account
 

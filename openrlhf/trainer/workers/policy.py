@@ -14,7 +14,12 @@ from openrlhf.algorithms.tokens import exp_of_log_ratio
 from openrlhf.config.ppo import AdvantageConfig
 from openrlhf.distributed.collectives import world_size
 from openrlhf.distributed.export import check_room
-from openrlhf.distributed.weights import WeightAverage, full_parameters, stored_parameters
+from openrlhf.distributed.weights import (
+    WeightAverage,
+    full_parameters,
+    stored_parameters,
+    total_bytes,
+)
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.models.actor import Actor, TokenStats
@@ -242,6 +247,8 @@ class PolicyModelActor(TrainedWorker):
                 num_engines=num_engines,
                 endpoint=self.endpoint,
                 wait_s=self.config.vllm.timeout_s,
+                num_bytes=total_bytes(self.engine.module.parameters())
+                * self.config.ds.tensor_parallel_size,
             )
         tensors = stored_parameters(self.engine.module)
         self.transport.send(tensors, self.weight_version, keep_running=keep_running)

@@ -28,6 +28,9 @@ from openrlhf.errors import EngineError, LostEngineError, WeightSyncError
 from openrlhf.utils.tensors import NamedTensors, align, as_bytes, dtype_name, fingerprint
 
 NUM_BUFFERS = 2  # one is filled while the other one is read
+# Of a large model: each is a call to every engine. There are some more, for a tensor that does not
+# fit into what is left of one begins the next.
+NUM_BUCKETS = 48
 WAIT_S = 600.0  # for an engine to take a bucket, where nobody says otherwise
 TRAINER = -1  # stands for the trainer's part of a call among the engines' indices
 
@@ -59,17 +62,18 @@ class WeightTransport:
         num_engines: int | None = None,
         endpoint: Callable[[], tuple[str, int]] | None = None,
         wait_s: float = WAIT_S,
+        num_bytes: int = 0,
     ) -> None:
         """Connect to the engines; every rank calls. `num_engines`: these and those of the run that
         are not up. `endpoint` gives the address at which a group with them meets, `wait_s` is for
-        an engine to take a bucket.
+        an engine to take a bucket, `num_bytes` are those of all weights.
         """
         self.engines, self.endpoint, self.wait_s = list(engines), endpoint, wait_s
         self.workers_per_engine = workers_per_engine
         self.num_workers = (num_engines or len(engines)) * workers_per_engine
         self.failed: dict[int, SyncFailure] = {}  # engines by index; nothing is sent to them
         self.memory = memory_of(device)
-        self.bucket_bytes = self.memory.bucket_bytes
+        self.bucket_bytes = max(self.memory.bucket_bytes, num_bytes // NUM_BUCKETS)
         self._buffers: list[tuple[Tensor, Handle]] = []  # the one that is filled comes last
         self._pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
         self.is_used = rank() == 0  # True if somebody reads from this rank
