@@ -10,10 +10,13 @@ import pytest
 import torch
 import transformers
 
+from openrlhf.engines import own_generate
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import WeightSyncError
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.utils.images import ImageProcessor, Picture, read_picture
 from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import buckets, restored, send, weights
@@ -203,3 +206,24 @@ def test_a_request_of_an_event_loop_carries_its_images(seen, engine):
     asked = seen.request(PICTURES, temperature=0.0, max_new_tokens=4)
     [answer] = asyncio.run(engine.sample(asked))
     assert seen.is_greedy(asked, answer)
+
+
+def test_attention_of_tower_and_language_model_comes_back_behind_a_call(seen, monkeypatch):
+    """On a GPU rows are packed by an attention that takes no masks, and the tower has another."""
+    monkeypatch.setattr(own_generate, "KEPT_ATTENTION", ("eager",))
+    model = load_causal_lm(str(seen.path))
+    before = own_generate.attention_of(model.config)
+    assert before == {
+        "": PACKED_ATTENTION,
+        "text_config": PACKED_ATTENTION,
+        "vision_config": "sdpa",
+    }
+    inside = []
+    with own_generate.generating(model):
+        inside.append(own_generate.attention_of(model.config))
+        request = seen.request(PICTURES[:1], temperature=0.0, max_new_tokens=4)
+    assert set(inside[0].values()) == {"sdpa"}
+    assert own_generate.attention_of(model.config) == before
+    [[answer]] = OwnGenerate(model, processor=seen.processor).generate([request])
+    assert seen.gap(request, answer) < 1e-6
+    assert own_generate.attention_of(model.config) == before

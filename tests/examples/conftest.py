@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers import tiny_vision
 from tests.helpers.scripts import SPREAD_REWARD, chat
 from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 
@@ -17,6 +18,10 @@ def tiny_variables(tmp_path_factory) -> dict[str, str]:
     labelled = [{**row, "label": n % 2} for n, row in enumerate(rows)]
     steps = [{"question": f"{n}+1=#{n + 1}#", "label": ["+", "-"]} for n in range(8)]
     pairs = [{"chosen": chat(n, n + 1), "rejected": chat(n, n)} for n in range(8)]
+    tiny_vision.noise(28, 28).save(folder / "noise.png")
+    images = [{**row, "question": f"<image>{row['question']}"} for row in rows]
+    write_jsonl(folder / "images.jsonl", [{**row, "images": ["noise.png"]} for row in images])
+    tiny_vision.make("qwen2_5_vl", folder / "vision")
     make_model(folder / "mixture", "mixtral")
     make_model(folder / "two_heads", "llama", num_kv_heads=2)
     (folder / "reward.py").write_text(SPREAD_REWARD)

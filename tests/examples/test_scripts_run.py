@@ -39,6 +39,8 @@ def own_variables(name: str, folder: Path) -> dict[str, str]:
         variables |= {"GPUS": "2", "RING": "2"}
     if "tensor_parallelism" in name:
         variables |= {"GPUS": "2", "TENSOR_PARALLEL": "2", "MODEL": str(folder / "two_heads")}
+    if "_vlm_" in name:
+        variables |= {"MODEL": str(folder / "vision"), "DATA": str(folder / "images.jsonl")}
     if name == "train_sft_mixtral_lora.sh":
         variables["MODEL"] = str(folder / "mixture")
     if name == "train_dapo_hybrid.sh":  # of an untrained model, no answer is right
