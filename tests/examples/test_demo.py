@@ -60,3 +60,19 @@ def test_the_demo_learns_what_was_held_out_in_four_minutes(tmp_path: Path) -> No
     assert found[-1] - found[0] >= MIN_GAIN
     assert {"curves.png", "report.html"} <= set(os.listdir(tmp_path / "rl"))
     assert cpu_seconds < MAX_CPU_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_with_pictures_learns_to_name_them_and_a_blind_model_does_not(
+    tmp_path: Path,
+) -> None:
+    script = FOLDER.parent / "scripts" / "demo_vision.sh"
+    run_command("bash", script, env=os.environ | {"OUT": str(tmp_path)}, timeout=560)
+    name, found = "eval/eval_default_pass1", {}
+    for run in ("rl", "blind"):
+        records = read_jsonl(tmp_path / run / "metrics.jsonl")
+        found[run] = [record[name] for record in records if name in record]
+    assert found["rl"][-1] >= found["rl"][0] + 0.1
+    assert found["rl"][-1] > 0.85
+    assert max(found["blind"]) < 0.35  # it can tell colours from digits, which it is asked for
