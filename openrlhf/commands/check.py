@@ -252,8 +252,7 @@ def _view_of_run() -> ClusterView:
     from openrlhf.trainer.ray.launcher import find_cluster, ray_session  # noqa: PLC0415 - only here
     from openrlhf.trainer.ray.placement import view_cluster  # noqa: PLC0415 - as above
 
-    asked = os.environ.get("RAY_ADDRESS")
-    if asked != "local" and find_cluster(asked) is not None:
+    if find_cluster(os.environ.get("RAY_ADDRESS")) is not None:
         with ray_session():
             return view_cluster()
     num_gpus = len(visible_gpus())

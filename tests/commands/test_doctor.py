@@ -28,7 +28,7 @@ def remedies(findings: Any) -> list[str]:
 def test_what_is_installed_is_named_and_no_cluster_is_needed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     try:
         doctor.main([])
     except SystemExit as exit:

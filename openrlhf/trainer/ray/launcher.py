@@ -76,7 +76,7 @@ def ray_session() -> Iterator[RaySession]:
         yield RaySession(ray_processes())
         return
     asked = os.environ.get("RAY_ADDRESS")
-    address = None if asked == "local" else find_cluster(asked)
+    address = find_cluster(asked)
     watcher = None
     if address is None:
         watcher = _start_here()
@@ -140,10 +140,13 @@ def _descendants() -> set[int]:
 
 
 def find_cluster(asked: str | None) -> str | None:
-    """Return the address of the cluster to join, or None if there is none and none was asked for.
+    """Return the address of the cluster to join, or None if there is none and none was asked for,
+    or one that is for this run alone ("local").
 
     Raise ConfigError if the one asked for does not respond: Ray itself would try for minutes.
     """
+    if asked == "local":
+        return None
     address = _started_by_user() if asked in UNNAMED else asked
     if address and _responds(address):
         return address
