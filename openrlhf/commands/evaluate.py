@@ -185,8 +185,8 @@ def _samples(config: EvaluateConfig, inputs: RunInputs, policy: FailurePolicy) -
     with open_cluster(config, worker_classes(config), run_dir=run_dir, resume_step=0) as cluster:
         for role, group in cluster.groups.items():
             with progress(f"loading {role}"):
-                paths = [path for other, path in rewards.items() if other == role]
-                group.call(ModelWorker.init_model, *paths)
+                group.model_args = tuple(path for other, path in rewards.items() if other == role)
+                group.call(ModelWorker.init_model, *group.model_args)
         phases = DevicePhases((), engines_sleep=False, training_sleeps=False)
         with closing(rollouts_of(config, inputs, cluster, phases, policy)) as rollouts:
             prompts = list(inputs.prompts)

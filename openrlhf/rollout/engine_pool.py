@@ -62,6 +62,9 @@ class Dispatcher:
 
     async def _choose(self, home: int | None) -> int:
         while not (up := [k for k in range(len(self.samplers)) if self._is_up(k)]):
+            for sampler in self.samplers:  # its weights come from a trainer that has lost a rank
+                if sampler.waits_for is not None:  # type: ignore[attr-defined]
+                    raise sampler.waits_for  # type: ignore[attr-defined]
             await asyncio.sleep(LOOK_EVERY_S)
         return home if home in up else min(up, key=self._loads.__getitem__)
 

@@ -153,6 +153,7 @@ class RunState:
             group.start_again(why if role == why.role else None)
             self.phases.put_away(group)
         state = json.loads(self.begin) if saved is None else saved.state[RUN]
+        self.opened.store.set_aside(after_step=0 if saved is None else saved.step)
         for group in self.groups.values() if saved is not None else ():
             with self.phases.update(group):
                 group.call(TrainedWorker.load_states, str(saved.path))

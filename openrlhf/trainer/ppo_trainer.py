@@ -123,6 +123,8 @@ class PPOTrainer:
                 self.finish()
                 is_finished = True
             except LostRankError as error:
+                if error.role not in self.state.groups:
+                    raise
                 why = error
         self.tracker.close()
 
@@ -177,15 +179,16 @@ class PPOTrainer:
         """Go on from the last checkpoint with new ranks in place of lost ones, and with the samples
         of the step under way where they are of its policy.
         """
-        if why.role not in self.state.groups:
-            raise why
         lost_at, saved = time.monotonic(), self.state.opened.last()
         last_step = 0 if saved is None else saved.step
         if self.state.global_step != last_step + 1:
             self._undone = []
+        self.is_ended = False  # what asked for it is asked again
         resampling = nullcontext() if self._undone else self.resampling()
         with resampling, self.phases.training(), self._sending:
             self.state.start_again(why, saved, keeps_samples=bool(self._undone))
+            for engine in self.engines:
+                engine.waits_for = None
         self.tracker.rewind(self.state.global_step)
         self.broadcast_to_vllm()
         seconds, step = time.monotonic() - lost_at, self.state.global_step
@@ -352,7 +355,12 @@ class PPOTrainer:
         LostEngineError if it is lost, too.
         """
         with self._sending:
-            for reason in self._send([engine]):
+            try:
+                failed = self._send([engine])
+            except LostRankError as why:
+                engine.waits_for = why  # whoever has no engine meanwhile starts the trainer again
+                raise
+            for reason in failed:
                 raise LostEngineError(reason)
             engine.is_lost = False
 

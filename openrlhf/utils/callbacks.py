@@ -9,6 +9,8 @@ class Callback:
     """Override what you need. What a method raises ends the run with its traceback; `trainer.end()`
     ends it as after its last step.
 
+    After the loss of a rank, steps behind the last checkpoint are made again, and told again.
+
     `trainer` is the running one: BaseTrainer on each rank of a supervised run, PPOTrainer in the
     controller of an RL run.
     """

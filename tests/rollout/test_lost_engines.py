@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
-from openrlhf.errors import EngineError, LostEngineError
+from openrlhf.errors import EngineError, LostEngineError, LostRankError
 from openrlhf.rollout.engine_pool import Dispatcher
 
 
@@ -16,6 +16,7 @@ class Engine:
     def __init__(self) -> None:
         self.is_lost = False
         self.failure: EngineError | None = None
+        self.waits_for: LostRankError | None = None
         self.num_taken = 0
         self.lost = asyncio.Event()
 
@@ -60,6 +61,21 @@ def test_what_a_lost_engine_had_is_sampled_by_another_once() -> None:
         engines[0].is_lost = False
         await dispatcher.sample(asked("short"))
         assert engines[0].num_taken == 4
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_waits_for_a_lost_rank_is_not_waited_for() -> None:
+    async def run() -> None:
+        lost, up = Engine(), Engine()
+        alone = asyncio.ensure_future(Dispatcher([lost]).sample(asked("long")))
+        both = Dispatcher([lost, up])
+        await asyncio.sleep(0.01)
+        lost.lose()
+        lost.waits_for = LostRankError("actor rank 0 of 1 died")
+        with pytest.raises(LostRankError, match="actor rank 0"):
+            await asyncio.wait_for(alone, 5)
+        assert len(await both.sample(asked("short"))) == 2  # the other one has its weights
 
     asyncio.run(run())
 

@@ -15,6 +15,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import start_forward
 from openrlhf.trainer.workers.critic_and_frozen import ReferenceModelActor
 from openrlhf.trainer.workers.model_worker import TrainedWorker
+from openrlhf.utils.callbacks import Callback
 from tests.helpers.rollouts import rollout
 from tests.trainer.fakes import FakeActor, World, make_trainer, staleness_histogram, steps_of
 
@@ -83,6 +84,27 @@ def test_every_step_is_made_once_though_ranks_are_lost(
     assert actor.num_starts == (3 if save_steps == -1 else 5)
     if save_steps == 1 and not is_async:  # only what a save lost is sampled anew
         assert len(world.submitted) == 32 + 4
+
+
+def test_a_run_that_was_to_end_behind_a_step_that_is_made_again_goes_on(tmp_path: Path) -> None:
+    world = World()
+    trainer = make_trainer(world, num_prompts=32)
+    actor = LosingActor(world, lost_in_saves={6})
+    trainer.groups["actor"], trainer.state.groups = actor, {"actor": actor}
+    ckpt = {"save_steps": 2, "path": str(tmp_path), "best_metric_key": "none"}
+    config = PPOConfig.model_validate({"ckpt": ckpt}).ckpt
+    trainer.state.opened = RunCheckpoints(config, DataFacts("prompts", 32))
+    ended: list[int] = []
+
+    class EndOnce(Callback):
+        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            if step == 6 and not ended:
+                ended.append(step)
+                trainer.end()
+
+    trainer.callbacks = [EndOnce()]
+    trainer.fit()
+    assert ended and trainer.state.global_step == 8
 
 
 @pytest.mark.parametrize("role", ["ref", "critic"])

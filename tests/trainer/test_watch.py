@@ -1,9 +1,11 @@
 """Who counts as not getting on, and who is ended for it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from openrlhf.trainer.ray import watch
-from openrlhf.trainer.ray.watch import Watch, Watched
+from openrlhf.trainer.ray.watch import Watch, Watched, WatchedRank
 from openrlhf.utils.progress import Health
 
 
@@ -53,6 +55,18 @@ def test_a_rank_that_waits_for_a_stopped_one_is_not_the_one_that_is_ended(killed
     run._judge()
     assert killed == ["rank 1"]
     assert "rank 1 (pid 7) has not responded for 570 s" in str(run.failure)
+
+
+def test_a_rank_that_was_ended_does_not_keep_others_from_being_judged(killed):
+    group = SimpleNamespace(handles=["rank"], logs="", who=lambda rank: "ref rank 0", ended=[])
+    group.end_rank = lambda rank, handle, why: group.ended.append(handle)
+    rank, engine = WatchedRank(group, 0, 30.0), watched("engine", 30.0)
+    rank.quiet.add(31.0)
+    run = Watch([rank, engine])
+    run._judge()
+    engine.hear(None, 31.0)
+    run._judge()
+    assert group.ended == ["rank"] and killed == ["engine"]
 
 
 def test_a_quiet_one_is_said_after_twenty_seconds_then_after_twice_as_long(killed, capsys):

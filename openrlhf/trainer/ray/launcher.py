@@ -45,6 +45,7 @@ QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us
 CONNECT_TIMEOUT_S = 10.0  # for a cluster that is said to be there
 CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate, update, export
+PEERS_S = 5.0  # until Ray knows of a death that a rank in a collective with the dead knows of
 HEALTH_GROUP = "health"  # calls that run while the actor is at work
 
 
@@ -238,7 +239,7 @@ def get(
         raise OpenRLHFError(f"{who}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.GetTimeoutError as error:
         raise EngineError(f"{who} did not respond in {timeout_s:.0f} s") from error
-    except ray.exceptions.RayActorError as error:
+    except ray.exceptions.RayError as error:  # of the actor, its node, or memory
         raise lost(death_of_worker(str(error).strip(), who, log)) from error
 
 
@@ -301,10 +302,13 @@ class RayActorGroup(WorkerGroup):
         for handle in self.handles:
             ray.kill(handle)
 
-    def end_rank(self, rank: int, why: str) -> None:
-        """End a rank that hangs; whoever waits for it is told why."""
-        self.ended[rank] = why
-        ray.kill(self.handles[rank])
+    def end_rank(self, rank: int, handle: Any, why: str) -> None:
+        """End a rank that hangs, unless another actor is in its place; whoever waits for it is told
+        why.
+        """
+        if self.handles[rank] is handle:
+            self.ended[rank] = why
+            ray.kill(handle)
 
     def join(self) -> None:
         """Wait until all ranks are up and have met."""
@@ -343,11 +347,36 @@ class RayActorGroup(WorkerGroup):
                 log = f"{self.logs}{rank}"
                 try:
                     results[reference] = get(reference, self.who(rank), limit_s, log=log)
-                except LostRankError as error:
-                    lost = LostRankError(self.ended.get(rank, str(error)))
-                    lost.role = self.role
+                except OpenRLHFError as error:
+                    lost = self._lost_rank(references, rank, error)
+                    if lost is None:
+                        raise
                     raise lost from error
         return [results[reference] for reference in references]
+
+    def _lost_rank(
+        self, references: Sequence[Any], rank: int, error: OpenRLHFError
+    ) -> LostRankError | None:
+        """Return the loss behind the error of a rank: its own, or that of a peer, which it may have
+        felt before Ray did.
+        """
+        others = [other for other in references if other != references[rank]]
+        if not isinstance(error, LostRankError):
+            if others:
+                ray.wait(others, num_returns=len(others), timeout=PEERS_S)
+            for other in others:
+                try:
+                    get(other, self.who(references.index(other)), 0.0)
+                except LostRankError as of_peer:
+                    rank, error = references.index(other), of_peer
+                    break
+                except OpenRLHFError:
+                    continue
+            else:
+                return None
+        lost = LostRankError(self.ended.get(rank, str(error)))
+        lost.role = self.role
+        return lost
 
     def who(self, rank: int) -> str:
         """Return a rank in the words of an error."""

@@ -10,7 +10,7 @@ import ray
 
 from openrlhf.engines.base import Completion, GenerationRequest, Result, WeightBucket
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
-from openrlhf.errors import LostEngineError
+from openrlhf.errors import LostEngineError, LostRankError
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.utils import node_address, own_gpu
@@ -76,10 +76,12 @@ class RayEngine:
     on_lost: Callable[["RayEngine", LostEngineError], None] | None = field(
         default=None, compare=False
     )
+    # While it is lost: the rank that is to be started again before it can have weights.
+    waits_for: LostRankError | None = field(default=None, compare=False)
     _failure: BaseException | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"make": None, "on_lost": None}
+        return vars(self) | {"make": None, "on_lost": None, "waits_for": None}
 
     @property
     def who(self) -> str:

@@ -166,10 +166,12 @@ class WatchedRank(WatchedActor):
         return None if group.is_starting else group.handles[rank], group.who(rank)
 
     def died(self, text: str) -> bool:
+        self.quiet.reset()
         return True  # whoever waits for it says so
 
     def end(self, failure: EngineError) -> EngineError | None:
-        self.group.end_rank(self.rank, str(failure))
+        self.quiet.reset()
+        self.group.end_rank(self.rank, self.handle, str(failure))
         return None
 
 
