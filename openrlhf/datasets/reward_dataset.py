@@ -23,6 +23,7 @@ from openrlhf.datasets.chat import (
     plain_text,
     render_dialogue,
 )
+from openrlhf.datasets.pictures import values_in
 from openrlhf.datasets.sft_dataset import preprocess_data as answered_texts
 from openrlhf.datasets.tokenized import (
     Row,
@@ -69,6 +70,14 @@ class PreferenceDataset(TokenizedDataset):
     @property
     def _image_columns(self) -> list[str]:
         return [name for name in self._columns if name and name != self._format.rejected_key]
+
+    def _pictures(self, row: Row, row_id: int) -> tuple[Picture, ...]:
+        sides = (self._format.chosen_key, self._format.rejected_key)
+        found = [values_in(value_at(row, name)) if name else [] for name in sides]
+        chosen, rejected = ([each for each in side if each is not None] for side in found)
+        if rejected and rejected != chosen:
+            raise RowError("the images of both sides differ, and both are read with the same ones")
+        return super()._pictures(row, row_id)
 
     @classmethod
     def find_columns(cls, form: RowFormat, rows: Dataset) -> list[str]:

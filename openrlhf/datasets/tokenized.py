@@ -596,7 +596,10 @@ class TokenizedDataset(ABC):
             raise RowError(f"{len(values)} images, over --max_images_per_prompt {most}")
         folder = row_folder(self._rows, row_id)
         try:
-            return tuple(read_picture(value, folder=folder) for value in values)
+            pictures = tuple(read_picture(value, folder=folder) for value in values)
+            for picture in pictures:
+                self._processor.num_patches(picture)  # raises for a shape that it does not read
+            return pictures
         except PictureError as error:
             raise RowError(str(error)) from error
 
@@ -610,7 +613,8 @@ class TokenizedDataset(ABC):
         except PictureError as error:
             remedy = "Mark each by <image> in a text, or by a part of type image"
             raise RowError(f"{error}. {remedy}, and use the chat template") from error
-        flags = [m and i != processor.image_token_id for i, m in zip(*tokens, strict=True)]
+        banned = processor.banned_token_ids
+        flags = [m and i not in banned for i, m in zip(*tokens, strict=True)]
         mask = [flag for flag, n in zip(flags, lengths, strict=True) for _ in range(n)]
         return Tokens(processor.expand(tokens.ids, pictures), mask)
 

@@ -251,8 +251,14 @@ class ImageProcessor:
         ]
 
     def num_patches(self, picture: Picture) -> int:
-        """Return the number of patches that the tower reads of a picture."""
-        return int(self._processor.get_number_of_image_patches(picture.height, picture.width))
+        """Return the number of patches that the tower reads of a picture; raise PictureError for a
+        shape that it does not read.
+        """
+        try:
+            return int(self._processor.get_number_of_image_patches(picture.height, picture.width))
+        except ValueError as error:  # one that is far too narrow
+            size = f"{picture.width}x{picture.height}"
+            raise PictureError(f"an image of {size} pixels: {first_line(error)}") from error
 
     def num_tokens(self, picture: Picture) -> int:
         """Return the number of tokens that the language model reads of a picture."""

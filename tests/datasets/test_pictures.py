@@ -10,6 +10,7 @@ from datasets import Dataset
 from openrlhf.datasets import tokenized
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.reward_dataset import PreferenceDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import DataError
@@ -155,6 +156,7 @@ BAD = [
     ({"prompt": "a", "images": ["gone.png"]}, "'gone.png' is neither a file nor base64"),
     ({"prompt": "a", "images": ["torn.png"]}, "an image that cannot be decoded"),
     ({"prompt": "a", "images": ["http://a.b/c.png"]}, "is a URL: images are not fetched"),
+    ({"prompt": "a", "images": ["narrow.png"]}, "an image of 300x1 pixels: absolute aspect ratio"),
     ({"prompt": "a", "images": ["small.png"] * 3}, "3 images, over --max_images_per_prompt 2"),
 ]
 
@@ -162,10 +164,35 @@ BAD = [
 @pytest.mark.parametrize(("row", "told"), BAD)
 def test_a_bad_picture_names_its_row(model, folder, row, told):
     (folder / "torn.png").write_bytes(png(SMALL)[:-600])
+    tiny_vision.noise(1, 300).save(folder / "narrow.png")
     good = {"prompt": "a", "images": ["small.png"], "answer": "b"}
     file = write_jsonl(folder / "rows.jsonl", [good, row | {"answer": "b"}])
     with pytest.raises(DataError, match=rf"rows\.jsonl: row 2: .*{told}"):
         data_set(model, load_rows(str(file)), max_images_per_prompt=2)
+
+
+def test_no_placeholder_that_a_text_spells_is_learnt(model, folder):
+    rows = [{"prompt": "a", "answer": "b<|video_pad|>c"}]
+    tokenizer = load_tokenizer(model)
+    [example] = data_set(model, rows)
+    assert "<|video_pad|>" in tokenizer.decode(example.token_ids)
+    learnt = tokenizer.decode(example.token_ids[example.loss_mask])
+    assert learnt.startswith("b") and "video_pad" not in learnt
+
+
+def test_sides_of_a_pair_with_other_images_are_refused(model, folder):
+    def dialogue(name, said):
+        asked = {"role": "user", "content": [part(image=str(folder / name)), words("?")]}
+        return [asked, {"role": "assistant", "content": said}]
+
+    def pair(rejected):
+        row = {"chosen": dialogue("small.png", "a"), "rejected": dialogue(rejected, "b")}
+        rows = load_rows(str(write_jsonl(folder / f"{rejected}.jsonl", [row])))
+        return data_set(model, rows, PreferenceDataset, input_key=None, output_key=None)[0]
+
+    with pytest.raises(DataError, match="row 1: the images of both sides differ"):
+        pair("wide.png")
+    assert len(pair("small.png").images) == 1
 
 
 @pytest.mark.parametrize("overlong", ["filter", "truncate"])

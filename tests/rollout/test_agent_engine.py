@@ -52,6 +52,16 @@ def test_turns_that_go_on_from_each_other_are_one_segment():
     assert not segment.is_truncated
 
 
+def test_the_same_words_to_another_image_begin_a_segment_of_their_own():
+    episode = make_episode()
+    episode.record([7, 8], completion([9, 2]), ["a"])
+    episode.record([7, 8, 9, 2, 5], completion([4]), ["c"])
+    episode.record([7, 8, 9, 2, 5], completion([3]), ["a", "b"])
+    first, second = episode.segments
+    assert (first.images, first.token_ids) == (("a", "b"), [7, 8, 9, 2, 5, 3])
+    assert second.images == ("c",)
+
+
 def test_a_rewritten_history_begins_a_segment_of_its_own():
     first, second = segments_of(
         make_episode(),

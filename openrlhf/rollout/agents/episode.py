@@ -90,6 +90,11 @@ class Segment:
     is_truncated: bool = False
     images: tuple[Picture, ...] = ()  # that the tokens have places for, in order
 
+    def begins(self, prompt_token_ids: Sequence[int], images: Sequence[Picture]) -> bool:
+        """Return True if a prompt begins with these tokens and shows the same images there."""
+        is_same_text = list(prompt_token_ids[: len(self.token_ids)]) == self.token_ids
+        return is_same_text and tuple(images[: len(self.images)]) == self.images
+
     def extend(
         self, prompt_token_ids: Sequence[int], completion: Completion, images: tuple[Picture, ...]
     ) -> None:
@@ -165,7 +170,7 @@ class Episode:
         prompt = list(prompt_token_ids)
         with self._lock:
             self.check_open()
-            begun = [s for s in self.segments if prompt[: len(s.token_ids)] == s.token_ids]
+            begun = [s for s in self.segments if s.begins(prompt, images)]
             if not begun:
                 begun = [Segment(prompt.copy(), [False] * len(prompt), len(prompt))]
                 self.segments += begun
