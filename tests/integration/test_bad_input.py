@@ -23,7 +23,9 @@ def run(
 ) -> tuple[int, list[str]]:
     """Exit code and error lines of a command run in this process."""
     code = exit_code(train_ppo.main, argv(flags, **values))
-    lines = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr().err
+    assert code in (2, 3), said
+    lines = said.splitlines()
     return code, [line for line in lines if line.startswith("error: ")]
 
 
