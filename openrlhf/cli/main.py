@@ -17,7 +17,7 @@ COMMANDS = {
     "replay": ("replay", "a step of an RL run again, with its loss token by token"),
     "eval": ("evaluate", "pass@1, pass@k and mean reward of models, with intervals"),
     "check": ("check", "what a command needs, and all that is wrong with it, without the run"),
-    "doctor": ("doctor", "what of this machine or cluster would end a run, and what to type"),
+    "doctor": ("doctor", "find faults of this machine or cluster, and say what to type"),
     "report": ("report", "curves, samples and settings of runs as a page"),
     "infer": ("batch_inference", "respond to prompts or score responses in bulk"),
     "serve-rm": ("serve_rm", "a reward model behind HTTP"),

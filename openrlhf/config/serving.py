@@ -285,7 +285,7 @@ class PushConfig(CommandConfig):
 
 
 class DoctorConfig(CommandConfig):
-    """What of this machine, and of a running Ray cluster's, would end a run (doctor)."""
+    """Find faults of this machine, and of its Ray cluster, that would end a run (doctor)."""
 
     folders: tuple[str, ...] = option(
         (".",),

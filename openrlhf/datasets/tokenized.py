@@ -197,11 +197,6 @@ class TokenizedDataset(ABC):
         """
         return self.lengths + self._fact("num_image_tokens")
 
-    @property
-    def most_images(self) -> int:
-        """Return the number of pictures of the example that has the most."""
-        return max((self._facts["num_images"][row] for row in self.row_ids), default=0)
-
     def images(self, index: int) -> tuple[Picture, ...]:
         """Return the pictures of an example; raise DataError if they changed since the start."""
         row_id = self.row_ids[index]

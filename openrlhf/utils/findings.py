@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """What a probe saw, and what to type if it is not fine.
+    """A fact that a probe has seen, and the words to type if it is not fine.
 
     Example: `Finding("open files", "at most 1024", "Type ulimit -n 65536.")`
     """
@@ -18,7 +18,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one node found of itself."""
+    """The findings of one node, its versions and its GPUs."""
 
     findings: Sequence[Finding]
     versions: dict[str, str]

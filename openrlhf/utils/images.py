@@ -132,6 +132,8 @@ def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
             raise PictureError(f"{path}: {error.strerror}") from error
     if isinstance(value, Mapping):
         return _encoded(value.get("bytes") or value.get("path"), folder, allow_paths)
+    if isinstance(value, Path):
+        raise PictureError("there is no such file")
     if not isinstance(value, str):
         raise PictureError(f"{type(value).__name__} instead of an image")
     if value.startswith(("http://", "https://")):

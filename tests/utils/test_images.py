@@ -3,6 +3,7 @@
 import base64
 import io
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,3 +107,8 @@ def test_a_picture_that_comes_several_times_is_decoded_once_and_its_pixels_are_t
     assert seen == [wide, small]
     assert torch.equal(found.pixels, torch.cat([alone[picture].pixels for picture in asked]))
     assert torch.equal(found.grid, torch.cat([alone[picture].grid for picture in asked]))
+
+
+def test_a_file_that_is_not_there_is_said():
+    with pytest.raises(PictureError, match="there is no such file"):
+        read_picture(Path("nope.png"))
