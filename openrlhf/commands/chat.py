@@ -105,7 +105,7 @@ class Chat:
                 elif line.startswith(ADD_IMAGE):
                     self._add(line.removeprefix(ADD_IMAGE).strip())
                 elif line:
-                    self._respond(PICTURE * len(self.added) + line)
+                    self._respond(PICTURE * len(self.added) + without_mark(line))
         except EOFError:
             say("\n")
         except KeyboardInterrupt:
@@ -217,8 +217,13 @@ class Chat:
         except KeyboardInterrupt:  # stops the response; what was said stays in the conversation
             say(" [stopped]")
         say("\n")
-        self.turns.append((line, stream.text))
+        self.turns.append((line, without_mark(stream.text)))
         self.images, self.added = self._seen, []
+
+
+def without_mark(text: str) -> str:
+    """Return a text without the mark of an image."""
+    return text.replace(PICTURE, "\ufffd")
 
 
 def run_interactive_chat(config: ChatConfig) -> None:

@@ -94,7 +94,7 @@ def to_messages(
     of calls as objects. `unread` gets the names of what is left out.
     """
     if isinstance(value, str):
-        return [{"role": text_role, "content": value}]
+        return [{"role": text_role, "content": _checked(value)}]
     unread = set() if unread is None else unread
     if isinstance(value, Mapping):
         key = next((key for key in ("messages", "conversations") if value.get(key)), None)
@@ -453,19 +453,19 @@ def _to_message(item: object, unread: set[str], *, reads_pictures: bool = False)
         others["tool_calls"] = _tool_calls(calls, unread)
     if content is None and not others:
         raise RowError(f"a {role} message without content")
-    if reads_pictures and isinstance(content, (list, tuple)):
-        content = [PICTURE if is_place(part) else part for part in content]
-    return {"role": role, "content": _content(content, role, unread), **others}
+    content = _content(content, role, unread, reads_pictures=reads_pictures)
+    return {"role": role, "content": content, **others}
 
 
-def _content(content: object, role: str, unread: set[str]) -> object:
+def _content(content: object, role: str, unread: set[str], *, reads_pictures: bool) -> object:
     """Return the text of a message, or the values that a tool returned."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return _checked(content or "")
     parts = content if isinstance(content, (list, tuple)) else []
-    texts = [_text_of(part) for part in parts]
+    texts = [PICTURE if reads_pictures and is_place(part) else _text_of(part) for part in parts]
     if parts and None not in texts:
-        keys = {key for part in parts if isinstance(part, Mapping) for key in _keys_of(part)}
+        words = [part for part in parts if isinstance(part, Mapping) and not is_place(part)]
+        keys = {key for part in words for key in _keys_of(part)}
         unread |= {f"'{key}' of content parts" for key in keys - {"type", "text"}}
         return "".join(map(str, texts))
     # What a part is of stands under the name of its type; a tool's own values have no such form.
@@ -484,7 +484,14 @@ def _text_of(part: object) -> str | None:
     """Return the text of a content part; None for a part of another kind."""
     if isinstance(part, Mapping):
         part = part.get("text") if part.get("type") in _TEXT_PARTS else None
-    return part if isinstance(part, str) else None
+    return _checked(part) if isinstance(part, str) else None
+
+
+def _checked(text: str) -> str:
+    """Return the text of a message; raise RowError for one with the mark of a picture in it."""
+    if PICTURE in text:
+        raise RowError(f"a text holds U+{ord(PICTURE):X}, which is no character. Take it out")
+    return text
 
 
 def _tool_calls(value: object, unread: set[str]) -> list[Message]:

@@ -99,6 +99,7 @@ def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
             input_key=_if_given(data, "pretrain_key"),
             text_flag="--pretrain_key",
             pretrain_mode=True,
+            max_images_per_prompt=0,
             max_len=config.total_len,
             overlong="truncate",
             allow_special_tokens=data.allow_special_tokens,

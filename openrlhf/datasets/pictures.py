@@ -43,12 +43,18 @@ def values_of(column: object) -> list[Any]:
 
 
 def with_places(messages: Sequence[Message], num_pictures: int, *, begins: bool) -> list[Message]:
-    """Return messages with a place for each TAG in them; where they begin a dialogue and have no
-    place, with all the pictures of their row before the first words of the user.
+    """Return messages with a place for each TAG in them, but in the assistant's, which may speak of
+    it; where they begin a dialogue and have no place, with all the pictures of their row before the
+    first words of the user.
     """
     if any(PICTURE in str(message["content"]) for message in messages):
         return [*messages]
-    placed = [_with_content(each, str(each["content"]).replace(TAG, PICTURE)) for each in messages]
+    placed = [
+        each
+        if each["role"] == "assistant"
+        else _with_content(each, str(each["content"]).replace(TAG, PICTURE))
+        for each in messages
+    ]
     asked = next((i for i, message in enumerate(placed) if message["role"] == "user"), None)
     has_places = any(PICTURE in str(message["content"]) for message in placed)
     if begins and not has_places and asked is not None:
@@ -63,9 +69,9 @@ def _with_content(message: Message, text: str) -> Message:
 
 def undecoded(rows: Dataset, column: str) -> Dataset:
     """Return the rows with pictures of this column as their files' bytes, which are then checked
-    row by row.
+    row by row; those within a column stay as they are.
     """
-    feature = rows.features[column]
+    feature = rows.features.get(column)
     if isinstance(feature, datasets.Image):
         return rows.cast_column(column, datasets.Image(decode=False))
     if isinstance(getattr(feature, "feature", None), datasets.Image):

@@ -49,7 +49,7 @@ class PromptDataset(TokenizedDataset):
         [(token_ids, _)], extra = self._example(index)
         stored = self._rows[self.row_ids[index]]
         row, label_key = self._read(stored), self._format.label_key
-        beside = {self._input_key, self._image_key}
+        beside = {self._input_key, *self._image_keys}
         return PromptRecord(
             row_id=self.row_ids[index],
             prompt_text=extra["text"],

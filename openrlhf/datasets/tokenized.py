@@ -13,7 +13,9 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -158,9 +160,11 @@ class TokenizedDataset(ABC):
     ) -> None:
         self.notices: list[str] = []  # what a person should be told, one line each
         self._format = row_format
-        self._processor = None if row_format.max_images_per_prompt == 0 else image_processor
-        self._image_key = self._find_images(rows)
-        self._rows = rows if self._image_key is None else undecoded(rows, self._image_key)
+        self._processor = image_processor
+        reads_none = image_processor is None or row_format.max_images_per_prompt == 0
+        self._image_keys = [] if reads_none else self._find_images(rows)
+        self._reads_images = not reads_none
+        self._rows = reduce(undecoded, self._image_keys, rows)
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
         self._columns = self.find_columns(row_format, rows)
         self._nested = columns_of(rows, row_format)[len(rows.column_names) :]
@@ -309,7 +313,7 @@ class TokenizedDataset(ABC):
         """
         is_chat = self._format.apply_chat_template
         if is_chat is None:
-            is_chat = self._image_key is not None or any(
+            is_chat = bool(self._image_keys) or any(
                 holds_dialogues(self._rows, name) for name in columns if name
             )
         if is_chat:
@@ -343,15 +347,17 @@ class TokenizedDataset(ABC):
         beside = DIALOGUE_COLUMNS if self._format.apply_chat_template else ()
         read = [columns[0], self._joined, *columns[1:], *beside]
         names = [name for name in read if name in (*self._rows.column_names, *self._nested)]
-        pictures = f", with the images of '{self._image_key}'" if self._image_key else ""
+        named = " and ".join(map(repr, self._image_keys))
+        pictures = f", with the images of {named}" if named else ""
         self.notices.insert(0, f"{' and '.join(map(repr, names))} read as {how}{pictures}")
-        unread = {*IMAGE_COLUMNS} & set(self._rows.column_names) if self._image_key is None else ()
+        unread = () if self._image_keys else {*IMAGE_COLUMNS} & set(self._rows.column_names)
         for name in unread:
             why = "the model reads no images"
-            if self._format.max_images_per_prompt == 0:
-                why = "--max_images_per_prompt is 0"
+            if self._processor is not None:
+                is_text = self._format.pretrain_mode
+                why = "text is read alone" if is_text else "--max_images_per_prompt is 0"
             self.notices.append(Caution(f"column '{name}' is not read: {why}"))
-        self._unread = self._unread_columns({*names, *ROW_COLUMNS, *IMAGE_COLUMNS})
+        self._unread = self._unread_columns({*names, *ROW_COLUMNS, *self._image_keys, *unread})
 
     def _unread_columns(self, read: set[str]) -> list[str]:
         """Return the columns that are not read, in their order."""
@@ -388,12 +394,12 @@ class TokenizedDataset(ABC):
             row[column],
             text_role=text_role,
             unread=self._encoder.unread,
-            reads_pictures=self._processor is not None,
+            reads_pictures=self._reads_images,
         )
         system, history = row.get("system"), row.get("history")
         if begins and history:
             found = history_messages(history) + found
-        if pictures := values_of(self._image_key and value_at(row, self._image_key)):
+        if pictures := self._own_images(row):
             found = with_places(found, len(pictures), begins=begins)
         if begins and system and found[0]["role"] not in ("system", "developer"):
             found = to_messages([{"role": "system", "content": system}]) + found
@@ -548,14 +554,19 @@ class TokenizedDataset(ABC):
         # With the mark of a process at most 64 characters, says datasets.
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
-    def _find_images(self, rows: Dataset) -> str | None:
-        """Return the column of pictures that is read, if there is one."""
-        if self._processor is None:
-            return None
+    def _find_images(self, rows: Dataset) -> list[str]:
+        """Return the columns of pictures: of mixed data sets, each may have its own."""
         asked = self._format.image_key
         if asked is not None:
-            return pick_columns(columns_of(rows, self._format), (asked, (), "--image_key"))[0]
-        return next((name for name in IMAGE_COLUMNS if name in rows.column_names), None)
+            return pick_columns(columns_of(rows, self._format), (asked, (), "--image_key"))
+        return [name for name in IMAGE_COLUMNS if name in rows.column_names]
+
+    def _own_images(self, row: Row) -> list[Any]:
+        """Return what the first column of pictures with a value in this row holds."""
+        found = {name: values_of(value_at(row, name)) for name in self._image_keys}
+        first, *others = [name for name, values in found.items() if values] or [""]
+        self._encoder.unread |= {f"'{name}' of rows with '{first}'" for name in others}
+        return found.get(first, [])
 
     @property
     def _image_columns(self) -> list[str]:
@@ -564,25 +575,24 @@ class TokenizedDataset(ABC):
 
     def _picture_values(self, row: Row) -> list[Any]:
         """Return the values of a row's pictures, in the order of their places."""
-        columns = self._image_columns
-        own = values_of(self._image_key and value_at(row, self._image_key))
+        columns, left = self._image_columns, iter(self._own_images(row))
         parts = [found for name in columns for found in values_in(value_at(row, name))]
-        left = iter(own)
         found = [next(left, None) if value is None else value for value in parts]
         return [*(value for value in found if value is not None), *left]
 
     def _picture_files(self) -> Iterator[tuple[object, ...]]:
         """Yield size and time of each file of pictures: tokens of another are none of this."""
-        for row_id, row in enumerate(self._rows):
-            for value in self._picture_values(row):
-                if (path := file_of(value, row_folder(self._rows, row_id))) is not None:
-                    yield str(path), path.stat().st_size, path.stat().st_mtime_ns
+        for row_id, row in enumerate(self._rows if self._reads_images else ()):
+            with suppress(RowError):  # is told where the row is tokenised
+                for value in self._picture_values(self._read(row)):
+                    if (path := file_of(value, row_folder(self._rows, row_id))) is not None:
+                        yield str(path), path.stat().st_size, path.stat().st_mtime_ns
 
     def _pictures(self, row: Row, row_id: int) -> tuple[Picture, ...]:
         """Return the pictures of a row that was read; raise RowError for one that is unreadable,
         and for too many.
         """
-        if self._processor is None:
+        if self._processor is None or not self._reads_images:
             return ()
         if other := next((name for name in OTHER_MEDIA if row.get(name)), None):
             raise RowError(f"'{other}' has a value, and only text and images are read")
@@ -606,8 +616,11 @@ class TokenizedDataset(ABC):
         try:
             lengths = processor.run_lengths(tokens.ids, pictures)
         except PictureError as error:
-            remedy = "Mark each by <image> in a text, or by a part of type image"
-            raise RowError(f"{error}. {remedy}, and use the chat template") from error
+            remedy = "Give it images, or take out the places that its text spells"
+            if pictures:
+                remedy = "Mark each by <image> in a text of the user, or by a part of type image, "
+                remedy += "and use the chat template"
+            raise RowError(f"{error}. {remedy}") from error
         banned = processor.banned_token_ids
         flags = [m and i not in banned for i, m in zip(*tokens, strict=True)]
         mask = [flag for flag, n in zip(flags, lengths, strict=True) for _ in range(n)]

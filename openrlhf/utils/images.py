@@ -11,7 +11,7 @@ import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:  # workers of reward functions read pictures, and nothing heav
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of files; none runs a program
 # Families whose pictures are packed, and the tokens that stand for pixels in their config.
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-BANNED_LOGIT = -100.0  # added to the logits of these, in engines and in the trainer alike
+# Added to the logits of these, in engines and in the trainer alike: no temperature brings one back,
+# half precision holds it, and unlike -inf it leaves entropies finite.
+BANNED_LOGIT = -3e4
 PLACEHOLDERS = ("image_token_id", "video_token_id")
 PROCESSOR_FILES = ("preprocessor_config", "video_preprocessor_config", "processor_config")
 PNG_START = b"\x89PNG\r\n\x1a\n"
@@ -85,10 +87,17 @@ def _png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
+def _as_seen(image: Image.Image) -> Image.Image:
+    """Return an image in RGB, turned as its EXIF data say."""
+    if image.mode.startswith("I"):  # 16 bits of gray, which Pillow would cut off at 255
+        image = image.convert("I").point(lambda value: value * (1 / 256))
+    return ImageOps.exif_transpose(image).convert("RGB")
+
+
 def _decoded(data: bytes) -> Image.Image:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return _as_seen(image)
     except UnidentifiedImageError as error:
         raise PictureError(f"no image in {', '.join(FORMATS)} format") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -124,7 +133,7 @@ def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, Image.Image):
-        return _png(value.convert("RGB"))
+        return _png(_as_seen(value))
     if allow_paths and (path := file_of(value, folder)) is not None:
         try:
             return path.read_bytes()
@@ -140,7 +149,7 @@ def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
         raise PictureError(f"{value[:80]} is a URL: images are not fetched. Give a file")
     text = value.partition(",")[2] if value.startswith("data:") else value
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         kind = "neither a file nor base64" if allow_paths else "no base64"
         raise PictureError(f"{value[:80]!r} is {kind}") from error
@@ -232,6 +241,13 @@ class ImageProcessor:
             processor.size["shortest_edge"] = min_pixels
         if max_pixels is not None:
             processor.size["longest_edge"] = max_pixels
+        if min_pixels or max_pixels:
+            least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+            if least > most:
+                raise ConfigError(
+                    f"Images would have at least {least} pixels and at most {most}. Type a smaller "
+                    "--image_min_pixels, or a larger --image_max_pixels."
+                )
         return cls(processor, config.image_token_id, placeholders_of(config))
 
     @property
@@ -241,8 +257,11 @@ class ImageProcessor:
 
     def run_lengths(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
         """Return the length of the run of each id in the expanded ids, of a placeholder that of its
-        picture; raise PictureError unless there is one placeholder for each.
+        picture; raise PictureError unless there is one placeholder for each, with tokens between.
         """
+        pad = self.image_token_id
+        if any(pair == (pad, pad) for pair in pairwise(token_ids)):
+            raise PictureError("two places for images without a token between them")
         num_places = sum(token_id == self.image_token_id for token_id in token_ids)
         if num_places != len(pictures):
             raise PictureError(f"images: {len(pictures)}, and places for them: {num_places}")
@@ -295,9 +314,12 @@ class ImageProcessor:
         """Return the first place of each picture in expanded ids, and its number of tokens; raise
         PictureError where the ids have places for others.
         """
-        places = [k for k, token_id in enumerate(token_ids) if token_id == self.image_token_id]
-        sizes = [self.num_tokens(picture) for picture in pictures]
-        if len(places) != sum(sizes):
-            raise PictureError(f"{len(places)} places for images of {sum(sizes)} tokens")
-        starts = list(accumulate(sizes, initial=0))[:-1]
-        return [(places[start], size) for start, size in zip(starts, sizes, strict=True)]
+        found, start = [], 0
+        for token_id, same in groupby(token_ids):
+            size = len([*same])
+            found += [(start, size)] if token_id == self.image_token_id else []
+            start += size
+        places, sizes = [size for _, size in found], [self.num_tokens(each) for each in pictures]
+        if places != sizes:
+            raise PictureError(f"{places} places for images of {sizes} tokens")
+        return found

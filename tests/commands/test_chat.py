@@ -200,6 +200,17 @@ def test_pictures_go_with_a_line_and_stay_in_the_conversation(tmp_path, monkeypa
     assert chat.turns == [("\ufdd1what", said)]
 
 
+def test_the_mark_of_a_picture_that_is_typed_is_no_place_for_one(tmp_path, monkeypatch, capsys):
+    model = tiny_vision.make("qwen2_5_vl", tmp_path / "model")
+    words = ["--pretrain", str(model), *GREEDY.split(), "--apply_chat_template"]
+    chat = Chat(parse_config(ChatConfig, words).config)
+    chat.max_len = 30
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\ufdd1b\n"))
+    chat.talk()
+    [(typed, _)] = chat.turns
+    assert typed == "a\ufffdb"
+
+
 @pytest.mark.parametrize("flags", [["--apply_chat_template"], []])
 def test_a_picture_that_cannot_be_shown_is_refused(tiny_model_dir, flags):
     words = ["--pretrain", str(tiny_model_dir), "--image", "a.png", *flags]

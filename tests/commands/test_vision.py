@@ -13,6 +13,7 @@ from tests.integration.commands import exit_code
 from tests.tiny import make_model, write_jsonl
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return [0.0 for _ in queries]\n"
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 ROW = {"prompt": "<image>what?", "images": ["a.png"], "answer": "b", "rejected": "c", "label": 1}
 
 
@@ -33,6 +34,7 @@ def folder(models, tmp_path, monkeypatch) -> Path:
     tiny_vision.noise(56, 84).save("a.png")
     rows = [ROW, ROW | {"prompt": "look: <image> and <image>", "images": ["a.png"] * 2}]
     write_jsonl("rows.jsonl", rows)
+    write_jsonl("texts.jsonl", [{"text": f"a{IMAGE}", "images": ["a.png"]}, {"text": "a"}])
     Path("reward.py").write_text(REWARD)
     return tmp_path
 
@@ -60,6 +62,14 @@ def test_check_counts_the_weights_of_a_frozen_tower_as_not_trained(capsys):
     assert "parameters  419.7k, 108.2k trained" in capsys.readouterr().out
 
 
+def test_pretraining_text_is_read_without_images(capsys):
+    write_jsonl("texts.jsonl", [{"text": "an <image>", "images": ["a.png"]}])
+    ppo = f"{PPO} --advantage_estimator rloo --remote_rm_url reward.py --pretrain_data texts.jsonl"
+    exit_code(check.main, ppo.split())
+    said = "".join(capsys.readouterr())
+    assert "--pretrain_data: column 'images' is not read: text is read alone" in said
+
+
 SAYS = "reads images, which this does not support. Leave it out."
 REFUSED = [
     (f"{SFT} --ring_attn_size 2", f"--ring_attn_size 2: vision {SAYS}"),
@@ -67,6 +77,14 @@ REFUSED = [
     (f"{SFT} --use_liger_kernel", f"--use_liger_kernel: vision {SAYS}"),
     (f"{SFT} --load_in_4bit --lora_rank 4", f"--load_in_4bit: vision {SAYS}"),
     (f"{SFT} --image_key photos", "column 'photos' is not in the data set"),
+    (
+        f"{SFT} --image_min_pixels 9000 --image_max_pixels 8000",
+        "at least 9000 pixels and at most 8000",
+    ),
+    (
+        f"{PPO} --advantage_estimator rloo --remote_rm_url reward.py --pretrain_data texts.jsonl",
+        "--pretrain_data: data set: 1 bad rows",
+    ),
     (f"{SFT} --max_images_per_prompt 1", "row 2: 2 images, over --max_images_per_prompt 1"),
     (
         f"sft --pretrain text {ANSWERED} --freeze_visual_encoder --image_max_pixels 9999",

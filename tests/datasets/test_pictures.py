@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 
 import datasets
 import pytest
@@ -116,10 +117,10 @@ def test_pictures_without_a_place_stand_before_the_users_first_words(model):
 
 def test_every_turn_may_have_pictures_and_no_placeholder_is_learnt(model, folder):
     turns = [
-        {"role": "user", "content": "<image>1"},
-        {"role": "assistant", "content": "one<image>"},
-        {"role": "user", "content": "<image>2"},
-        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": [part(), words("1")]},
+        {"role": "assistant", "content": [words("one"), part()]},
+        {"role": "user", "content": [part(), words("2")]},
+        {"role": "assistant", "content": [words("two")]},
     ]
     files = [str(folder / name) for name in ("small.png", "wide.png", "small.png")]
     rows = [{"messages": turns, "images": files}]
@@ -128,6 +129,50 @@ def test_every_turn_may_have_pictures_and_no_placeholder_is_learnt(model, folder
     assert (example.token_ids == PAD).sum() == 4
     learnt = load_tokenizer(model).decode(example.token_ids[example.loss_mask])
     assert learnt == "one<|vision_start|><|vision_end|><|end|>two<|end|>"
+
+
+@pytest.mark.parametrize("begin", ["<image>a", "a"])
+def test_an_answer_may_speak_of_the_mark_of_an_image(model, folder, begin):
+    files = {"images": [str(folder / "small.png")]}
+    turns = [{"role": "user", "content": begin}, {"role": "assistant", "content": "an <image>"}]
+    forms = [{"prompt": begin, "answer": "an <image>"}, {"messages": turns}]
+    for row, column in zip(forms, ("prompt", "messages"), strict=True):
+        output = "answer" if column == "prompt" else None
+        [example] = data_set(model, [row | files], input_key=column, output_key=output)
+        assert load_tokenizer(model).decode(example.token_ids) == (
+            "<|user|><|vision_start|><|image_pad|><|vision_end|>a<|end|>"
+            "<|assistant|>an <image><|end|>"
+        )
+
+
+def test_images_may_lie_within_a_column(model, folder):
+    row = {"prompt": "a", "seen": {"left": [str(folder / "wide.png")]}, "answer": "b"}
+    data = data_set(model, [row], image_key="seen.left")
+    assert data[0].token_ids.tolist().count(PAD) == 2
+    assert data.notices == [
+        "'prompt' and 'answer' read as text, put into the chat template, with the images of "
+        "'seen.left'"
+    ]
+
+
+def test_a_column_of_images_that_a_flag_names_is_read(model, folder):
+    row = {"prompt": "a", "alt": str(folder / "wide.png"), "image": None, "answer": "b"}
+    data = data_set(model, [row], image_key="alt")
+    assert data[0].token_ids.tolist().count(PAD) == 2
+    assert data.notices[1:] == ["not read: 'image'"]
+
+
+def test_rows_of_mixed_data_sets_have_their_images_in_either_column(model, folder):
+    """Where both have a value, one is read, and it is said."""
+    small, wide = (str(folder / name) for name in ("small.png", "wide.png"))
+    rows = [{"images": [small], "image": None}, {"images": None, "image": wide}]
+    rows = [row | {"prompt": "a", "answer": "b"} for row in rows]
+    data = data_set(model, rows)
+    assert [example.token_ids.tolist().count(PAD) for example in data] == [1, 2]
+    assert len(data.notices) == 1
+    both = data_set(model, [rows[0] | {"image": wide}])
+    assert both[0].token_ids.tolist().count(PAD) == 1
+    assert both.notices[1:] == ["not read: 'image' of rows with 'images'"]
 
 
 def test_a_prompt_carries_its_pictures_and_not_their_column(model, folder):
@@ -151,6 +196,10 @@ def test_the_turns_of_a_history_have_places_too(model, folder):
 
 
 BAD = [
+    (
+        {"prompt": "\ufdd1<image>", "images": ["small.png"] * 2},
+        r"a text holds U\+FDD1, which is no",
+    ),
     ({"prompt": "<image>a<image>", "images": ["small.png"]}, "images: 1, and places for them: 2"),
     ({"prompt": "<image>a", "images": ["small.png"] * 2}, "images: 2, and places for them: 1"),
     ({"prompt": "a", "images": ["gone.png"]}, "'gone.png' is neither a file nor base64"),
@@ -222,6 +271,33 @@ def test_the_cache_holds_no_pixels_and_notices_another_picture(model, folder, mo
     assert first.fingerprint != second.fingerprint
     monkeypatch.setattr(tokenized, "read_picture", None)  # a third reads it from the cache
     data_set(model, load_rows(str(file)))
+
+
+def test_the_cache_notices_another_picture_in_messages_that_are_json_text(model, folder):
+    turns = [{"role": "user", "content": [part(image="it.png"), words("a")]}]
+    turns.append({"role": "assistant", "content": "b"})
+    file, form = folder / "rows.jsonl", {"input_key": "messages", "output_key": None}
+    write_jsonl(file, [{"messages": json.dumps(turns)}])
+    for picture, num_tokens in ((SMALL, 1), (WIDE, 2)):
+        picture.save(folder / "it.png")
+        [example] = data_set(model, load_rows(str(file)), **form)
+        assert example.token_ids.tolist().count(PAD) == num_tokens
+
+
+PLAIN = {"apply_chat_template": False}
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "told"),
+    [
+        ({"prompt": "<|image_pad|><|image_pad|>"}, PLAIN, "two places for images without a token"),
+        ({"prompt": "<|image_pad|>"}, PLAIN | {"max_images_per_prompt": 0}, "0, and places .*: 1"),
+    ],
+)
+def test_places_that_plain_text_spells_are_counted_and_stand_apart(model, folder, row, form, told):
+    row = row | {"images": [str(folder / "small.png")] * 2, "answer": "b"}
+    with pytest.raises(DataError, match=f"row 1: .*{told}"):
+        data_set(model, [row], **form)
 
 
 def test_images_are_not_read_where_none_is_allowed(model, folder):

@@ -5,8 +5,10 @@ import io
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from openrlhf.errors import ConfigError
 from openrlhf.utils.images import ImageProcessor, Images, PictureError, read_picture
@@ -36,6 +38,30 @@ def test_every_form_of_a_picture_gives_the_same(tmp_path):
         assert (picture.width, picture.height) == (56, 28)
         assert picture.open().tobytes() == image.tobytes()
     assert pickle.loads(pickle.dumps(picture)) == picture
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
+def test_sixteen_bits_of_gray_are_scaled(suffix):
+    """Of each number the higher eight bits are seen, as of pictures with colours."""
+    rows, file = np.array([[0, 255, 256, 32768, 65535]], dtype="uint16"), io.BytesIO()
+    gray = Image.fromarray(rows)
+    gray.save(file, format=suffix)
+    for value in (gray, file.getvalue()):
+        red, green, _ = read_picture(value).open().split()
+        assert red.tobytes() == green.tobytes() == bytes([0, 0, 1, 128, 255])
+
+
+def test_an_image_that_is_given_is_turned_as_its_exif_data_say():
+    image = Image.new("RGB", (4, 2))
+    image.getexif()[0x0112] = 6  # the top of the scene is at its right
+    picture = read_picture(image)
+    assert (picture.width, picture.height) == picture.open().size == (2, 4)
+
+
+def test_base64_may_have_line_breaks():
+    data = encoded(tiny_vision.noise(28, 28))
+    for text in (base64.encodebytes(data).decode(), base64.b64encode(data).decode() + "\n"):
+        assert read_picture(text).data == read_picture(f"data:image/png;base64,{text}").data == data
 
 
 @pytest.mark.parametrize(
@@ -82,6 +108,25 @@ def test_limits_of_pixels_change_the_number_of_tokens(folder):
     more = ImageProcessor.load(folder, min_pixels=16 * 28 * 28)
     assert (fewer.num_tokens(picture), more.num_tokens(picture)) == (4, 16)
     assert fewer.pixels([picture]).grid.tolist() == [[1, 4, 4]]
+
+
+@pytest.mark.parametrize(
+    "limits", [{"min_pixels": 900, "max_pixels": 800}, {"min_pixels": 10**9}, {"max_pixels": 9}]
+)
+def test_limits_of_pixels_that_no_image_meets_are_refused(folder, limits):
+    """Those that are not typed are in the model's folder."""
+    with pytest.raises(ConfigError, match=r"at least .* pixels and at most .* --image_min_pixels"):
+        ImageProcessor.load(folder, **limits)
+
+
+@pytest.mark.parametrize("ids", [[8, 8, 8], [5, 8, 6, 8], [8, 8, 5, 8, 8]])
+def test_runs_of_placeholders_are_those_of_the_pictures(folder, ids):
+    """Two pictures of one token and of two have a run each."""
+    processor = ImageProcessor.load(folder)
+    pictures = [read_picture(tiny_vision.noise(28, 28 * size)) for size in (1, 2)]
+    assert processor.runs([8, 5, 8, 8], pictures) == [(0, 1), (2, 2)]
+    with pytest.raises(PictureError, match="places for images"):
+        processor.runs(ids, pictures)
 
 
 def test_image_and_video_placeholders_are_banned(folder):
