@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,12 +37,14 @@ from openrlhf.models.support import (
     padding_note,
     refuse_unsupported,
 )
+from openrlhf.models.vision import blank_picture
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.console import say_notices
 from openrlhf.utils.images import (
     BANNED_LOGIT,
     VISION_FAMILIES,
     ImageProcessor,
+    Images,
     is_vision,
     placeholders_of,
 )
@@ -440,15 +443,26 @@ def check_own_logits(model: PreTrainedModel) -> None:
     """Raise ConfigError unless log-probs of packed or padded rows are those of the model's logits.
 
     They are computed from last hidden states and the LM head. A family that does more between the
-    two would be trained on other numbers than it is used with. Very large ones on a CPU are not
-    compared.
+    two would be trained on other numbers than it is used with. Models that read pictures see one in
+    each row. Very large ones on a CPU are not compared.
     """
     if model.device.type == "cpu" and model.num_parameters() > MAX_WEIGHTS_ON_CPU:
         return
     ids_T = torch.arange(1, NUM_TOKENS + 1) * STRIDE % model.config.get_text_config().vocab_size
-    tokens_BT, is_target_T = torch.stack([ids_T, ids_T.flip(0)]), torch.arange(NUM_TOKENS) > 0
-    batch = PackedBatch.from_sequences(list(tokens_BT), [is_target_T] * 2).to(model.device)
-    own_BTV: Tensor = model(input_ids=tokens_BT.to(model.device), use_cache=False).logits[:, :-1]
+    tokens_BT, is_target_T = torch.stack([ids_T, ids_T.flip(0)]), torch.arange(NUM_TOKENS) > 1
+    inputs, has_pictures = {"input_ids": tokens_BT}, is_vision(model.config)
+    if has_pictures:
+        tokens_BT[:, 1] = model.config.image_token_id
+        blank = Images.concat([blank_picture(model.config)] * 2)
+        pixels = torch.linspace(-1, 1, blank.pixels.numel()).view_as(blank.pixels)
+        inputs |= {"pixel_values": pixels, "image_grid_thw": blank.grid}
+        inputs["mm_token_type_ids"] = (tokens_BT == model.config.image_token_id).int()
+    batch = PackedBatch.from_sequences(list(tokens_BT), [is_target_T] * 2)
+    if has_pictures:
+        batch = replace(batch, images=Images(pixels, blank.grid), num_images=(1, 1))
+    batch = batch.to(model.device)
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    own_BTV: Tensor = model(use_cache=False, **inputs).logits[:, 1:-1]
     own_BTV[..., [*placeholders_of(model.config)]] += BANNED_LOGIT
     own_N = own_BTV.float().log_softmax(-1).flatten(0, 1).gather(-1, batch.targets[:, None])[:, 0]
     actor = Actor(model)

@@ -31,22 +31,26 @@ def freeze_tower(model: PreTrainedModel) -> None:
         parameter.requires_grad_(requires_grad=False)
 
 
+def blank_picture(config: Any) -> Images:
+    """Return a picture of one token, of zeros."""
+    vision = config.vision_config
+    side, channels = vision.spatial_merge_size, getattr(vision, "in_channels", 3)
+    width = channels * vision.temporal_patch_size * vision.patch_size**2
+    return Images(torch.zeros(side**2, width), torch.tensor([[1, side, side]]))
+
+
 def with_blank(batch: PackedBatch, config: Any) -> PackedBatch:
     """Return a row that has pictures: itself, or one with a blank picture of one token behind it,
     a sequence of its own without a target.
     """
     if batch.images is not None:
         return batch
-    vision, device = config.vision_config, batch.token_ids.device
-    side, channels = vision.spatial_merge_size, getattr(vision, "in_channels", 3)
-    width = channels * vision.temporal_patch_size * vision.patch_size**2
-    grid = torch.tensor([[1, side, side]], device=device)
     return replace(
         batch,
         token_ids=torch.cat([batch.token_ids, batch.token_ids.new_tensor([config.image_token_id])]),
         seq_lengths=(*batch.seq_lengths, 1),
         target_mask=torch.cat([batch.target_mask, batch.target_mask.new_zeros(1)]),
-        images=Images(torch.zeros(side**2, width, device=device), grid),
+        images=blank_picture(config).to(batch.token_ids.device),
         num_images=(*(0 for _ in batch.seq_lengths), 1),
     )
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 import transformers
 
+from openrlhf.errors import ConfigError
+from openrlhf.models import actor as actor_module
 from openrlhf.models import vision
 from openrlhf.models.actor import Actor, token_stats
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import check_own_logits, load_causal_lm
 from openrlhf.utils.packing import PackedBatch
 from tests.helpers import tiny_vision
 from tests.helpers.vision_samples import BAN, Samples
@@ -46,6 +48,19 @@ def test_positions_that_ignore_the_grid_would_be_found(folder, monkeypatch):
     assert (actor(batch).logprobs - right).abs().max() > 1e-4  # a hundred times what is allowed
 
 
+def test_a_family_whose_pictures_are_read_otherwise_is_refused(folder, monkeypatch):
+    model = load_causal_lm(folder)
+    check_own_logits(model)
+
+    def blind(model, batch):
+        batch, sees = vision.vision_inputs(model, batch)
+        return batch, sees | {"pixel_values": 0 * sees["pixel_values"]}
+
+    monkeypatch.setattr(actor_module, "vision_inputs", blind)
+    with pytest.raises(ConfigError, match="computes its logits in a way of its own"):
+        check_own_logits(model)
+
+
 def test_a_row_without_pictures_calls_the_tower_and_computes_the_same(folder):
     """The tower gets a gradient, of zeros: under ZeRO every rank has as many."""
     samples, model = Samples(folder), load_causal_lm(folder)
@@ -57,12 +72,16 @@ def test_a_row_without_pictures_calls_the_tower_and_computes_the_same(folder):
     assert all(not p.grad.any() for p in vision.tower_parameters(model))
 
 
-def test_a_placeholder_has_no_probability(folder):
+@pytest.mark.parametrize("temperature", [1.0, 50.0])
+def test_a_placeholder_has_no_probability(folder, temperature):
     samples, actor = Samples(folder), Actor(load_causal_lm(folder))
     ids = samples.ids[1].clone()
     batch = PackedBatch.from_sequences([ids], [torch.arange(len(ids)) == 3])
     states = actor.states_at(batch, batch.predict_index)
     for token in BAN:
-        logprob, *_ = actor.head(token_stats, states.hidden_nH, torch.tensor([token]), 1.0, False)
-        assert logprob.item() < -95
+        target = torch.tensor([token])
+        logprob, *_ = actor.head(token_stats, states.hidden_nH, target, temperature, False)
+        assert logprob.exp().item() == 0
+    entropy = actor(batch, temperature, with_entropy=True).entropy
+    assert entropy is not None and entropy.isfinite().all()
     assert actor.head.state_dict().keys() == {"weight"}
