@@ -101,7 +101,8 @@ def try_rewards(
         if scorer is None:
             return
     else:
-        scorer = SourceScorer(inputs.reward_source, config.rollout.micro_batch_size, max_steps=1)
+        size, sees = config.rollout.micro_batch_size, inputs.image_processor is not None
+        scorer = SourceScorer(inputs.reward_source, size, max_steps=1, reads_images=sees)
     same, has_failed = list[str](), False
     for index, other in enumerate(others):
         words = (labels[index], other) if labels[index] else WITHOUT_LABEL

@@ -305,7 +305,12 @@ def rollouts_of(
         return agent_rollouts(setup, samplers, policy)
     if inputs.reward_source is not None:
         batch_size, num_steps = config.rollout.micro_batch_size, len(inputs.updates)
-        scorer: Scorer = SourceScorer(inputs.reward_source, batch_size, max_steps=num_steps)
+        scorer: Scorer = SourceScorer(
+            inputs.reward_source,
+            batch_size,
+            max_steps=num_steps,
+            reads_images=inputs.image_processor is not None,
+        )
     else:
         has_own_devices = cluster.view is not None and not config.colocates_all
         scorer = ModelScorer(

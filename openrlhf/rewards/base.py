@@ -45,7 +45,7 @@ class RewardBatch:
     # B or empty: prompts as their rows have them (text, or messages), and sampled token ids.
     source_prompts: Sequence[object] = ()
     response_ids: Sequence[Sequence[int]] = ()
-    images: Sequence[Sequence[Picture]] = ()  # B, or empty where no sample has any
+    images: Sequence[Sequence[Picture]] = ()  # B, or empty in a run without
     global_step: int = 0  # steps that the policy had made
     max_steps: int = 0  # of the run
 

@@ -303,9 +303,10 @@ def _arguments(
     """
     columns: dict[str, object] = {name: list(values) for name, values in batch.columns.items()}
     is_named = IMAGES in inspect.signature(function).parameters
-    if batch.images and (is_named or takes_any(function)):
+    is_wanted = is_named or (bool(batch.images) and takes_any(function))
+    if any(batch.images) and is_wanted:
         columns[IMAGES] = opened(batch.images)
-    elif is_named:
+    elif is_wanted:
         columns.setdefault(IMAGES, [[] for _ in batch.queries])
     labels, responses = list(batch.labels), list(batch.responses)
     if names := _verl_names(function):

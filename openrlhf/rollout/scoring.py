@@ -215,11 +215,21 @@ class Asked:
 class SourceScorer(Scorer):
     """Rewards from a source that scores texts: user code or servers."""
 
-    def __init__(self, source: RewardSource, batch_size: int, *, max_steps: int = 0) -> None:
-        """`max_steps`: of the run, for functions that ask how far it is."""
+    def __init__(
+        self,
+        source: RewardSource,
+        batch_size: int,
+        *,
+        max_steps: int = 0,
+        reads_images: bool = False,
+    ) -> None:
+        """`max_steps`: of the run, for functions that ask how far it is; `reads_images`: they get
+        images, which no sample of a batch may have.
+        """
         self.source = source
         self.batch_size = batch_size
         self.max_steps = max_steps
+        self.reads_images = reads_images
         self._has_shown = False
 
     @property
@@ -231,6 +241,8 @@ class SourceScorer(Scorer):
         """Return one outcome a group; an error of a batch is that of all its groups."""
         rollouts = [r for group in groups for r in group]
         batch = replace(texts_of(rollouts), max_steps=self.max_steps)
+        if self.reads_images:
+            batch = replace(batch, images=[r.images for r in rollouts])
         try:
             if not self._has_shown:
                 self._has_shown = True
@@ -277,7 +289,6 @@ def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
         sample_ids=[r.sample_id for r in rollouts],
         source_prompts=[r.source_prompt for r in rollouts],
         response_ids=[r.token_ids[r.action_mask].tolist() for r in rollouts],
-        images=[r.images for r in rollouts] if any(r.images for r in rollouts) else (),
         global_step=max((int(r.weight_versions[-1]) for r in rollouts), default=0),
     )
 

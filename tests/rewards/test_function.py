@@ -360,6 +360,8 @@ def test_a_function_of_any_form_sees_the_images_of_each_sample(tmp_path, code, r
 
 def test_a_function_that_sees_images_gets_empty_lists_where_there_are_none(tmp_path):
     assert reward_from(tmp_path, SEES[0]).answer(batch_of(2)).rewards == [0, 0]
+    none = replace(batch_of(2), images=[(), ()])
+    assert reward_from(tmp_path, SEES[3]).answer(none).rewards == [0, 0]
     own = batch_of(2, images=["a", "bc"])  # a column of a run without images
     assert reward_from(tmp_path, SEES[3]).answer(own).rewards == [1, 2]
 

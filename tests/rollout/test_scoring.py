@@ -117,6 +117,14 @@ def score_with(scorer: Scorer, groups: Sequence[list[Rollout]], policy: FailureP
     return Scored(rollouts, failed, metrics)
 
 
+@pytest.mark.parametrize(("reads_images", "images"), [(True, [(), ()]), (False, ())])
+def test_a_source_gets_images_in_a_run_that_reads_some(reads_images, images) -> None:
+    seen: list[RewardBatch] = []
+    source = Source(lambda batch: seen.append(batch) or [0.0] * 2)
+    score_with(SourceScorer(source, 4, reads_images=reads_images), [group(0)], DROP)
+    assert [batch.images for batch in seen] == [images]
+
+
 def test_a_source_sees_the_columns_of_the_row_and_which_responses_were_cut() -> None:
     seen: list[RewardBatch] = []
     cut = replace(group(0)[0], finish_reason="length", columns={"level": 3})
