@@ -152,7 +152,8 @@ def step_again(
     forwards: dict[str, Forward] = forwards_of(config, groups, max(step_inputs.updates))
     if kept.computed is not None:
         forwards = {name: partial(_saved, column) for name, column in kept.computed.items()}
-    experience, _ = make_experience(config, forwards, kept.rollouts, step_inputs.kl_coef)
+    processor, kl_coef = groups["actor"].worker.image_processor, step_inputs.kl_coef
+    experience, _ = make_experience(config, forwards, kept.rollouts, kl_coef, processor)
     for role in trained_roles(config, step_inputs.global_step):
         columns = [*COLUMNS[role]]
         if role == "actor" and config.algo.kl.use_loss and experience.ref_logprobs is not None:

@@ -286,8 +286,9 @@ class PPOTrainer:
         dump = self.dump_of(rollouts, global_step)
         with self.phases.training(), dump.watching():
             with timed("make_experience", metrics):
+                processor = self.inputs.image_processor
                 experience, noted = make_experience(
-                    self.config, self.forwards, rollouts, self.state.kl_coef
+                    self.config, self.forwards, rollouts, self.state.kl_coef, processor
                 )
             dump.take(experience)
             with timed("ppo_train", metrics):

@@ -11,13 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.trainer.ppo_utils.update_plan import (
     num_updates_per_rollout,
+    plan_updates,
 )
-from openrlhf.trainer.workers.model_worker import ModelWorker
 from openrlhf.utils.images import Picture
 from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
@@ -126,7 +125,16 @@ def test_images_stay_with_their_samples_and_a_prompt_s_samples_carry_them_once()
 def test_tokens_of_images_cost_twice() -> None:
     """Placeholders are tokens 8: two of the first sample, none of the second."""
     samples = [rollout([3, 8, 8], [1], images=(BIG,)), rollout([3, 4], [1, 2, 3])]
-    worker = ModelWorker(PPOConfig(), "actor", "")
-    worker.__dict__["image_processor"] = SimpleNamespace(image_token_id=8)
-    assert worker.costs(Experience.from_rollouts(samples)) == [6, 5]
-    assert worker.costs(Experience.from_rollouts(samples[1:])) == [5]
+    sees = SimpleNamespace(image_token_id=8)
+    experience = Experience.from_rollouts(samples, sees)  # type: ignore[arg-type]
+    assert experience.costs.tolist() == [6, 5]
+    assert Experience.from_rollouts(samples).costs.tolist() == [4, 5]
+
+
+def test_shares_of_ranks_are_balanced_by_what_images_cost() -> None:
+    """Samples of 9 tokens: the tower has work with one of them, which is as much as both others."""
+    samples = [rollout([8] * 8, [1], images=(BIG,))] + [rollout([3] * 8, [1])] * 2
+    sees = SimpleNamespace(image_token_id=8)
+    experience = Experience.from_rollouts(samples, sees)  # type: ignore[arg-type]
+    [step] = plan_updates(experience, 2, train_batch_size=3, max_epochs=1, seed=0)
+    assert sorted(map(sorted, step.members)) == [[0], [1, 2]]

@@ -35,6 +35,8 @@ class Experience(Batch):
 
     seq_lengths: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to T
     num_actions: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to N
+    # (B,) int64: the work in tokens; those of images count twice, for the tower computes them too
+    costs: Tensor = field(metadata=SAMPLE)
     group_ids: Tensor = field(metadata=SAMPLE)  # (B,) int64
     # (B,) int64: the parts of an agent's episode share it, any other sample is an episode
     episode_ids: Tensor = field(metadata=SAMPLE)
@@ -57,15 +59,25 @@ class Experience(Batch):
     images: tuple[tuple[Picture, ...], ...] = ()
 
     @classmethod
-    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "Experience":
-        """Lay scored rollouts end to end; every one must have a finite reward."""
+    def from_rollouts(
+        cls, rollouts: Sequence[Rollout], processor: ImageProcessor | None = None
+    ) -> "Experience":
+        """Lay scored rollouts end to end; every one must have a finite reward. `processor` is that
+        of a policy that sees images.
+        """
+        lengths_B = torch.tensor([len(r.token_ids) for r in rollouts])
+        costs_B = lengths_B
+        if processor is not None:
+            is_image = (r.token_ids == processor.image_token_id for r in rollouts)
+            costs_B = lengths_B + torch.tensor([int(each.sum()) for each in is_image])
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
         names = [r.episode_id or f"sample {index}" for index, r in enumerate(rollouts)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         assert torch.isfinite(rewards).all(), "an unscored or non-finite sample reached training"
         return cls(
-            seq_lengths=torch.tensor([len(r.token_ids) for r in rollouts]),
+            seq_lengths=lengths_B,
             num_actions=torch.tensor([r.num_actions for r in rollouts]),
+            costs=costs_B,
             group_ids=torch.tensor([r.group_id for r in rollouts]),
             episode_ids=torch.tensor([numbers[name] for name in names]),
             rewards=rewards,

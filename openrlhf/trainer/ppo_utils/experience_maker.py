@@ -23,6 +23,7 @@ from openrlhf.config.ppo import AdvantageConfig, PPOConfig
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import Forward, run_forwards
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.own_functions import ESTIMATOR, find_function
 from openrlhf.utils.rollout import Rollout
@@ -33,13 +34,15 @@ def make_experience(
     forwards: Mapping[str, Forward],
     rollouts: Sequence[Rollout],
     kl_coef: float,
+    processor: ImageProcessor | None = None,
 ) -> tuple[Experience, Metrics]:
     """Return experience with advantages and returns, and the metrics of the batch; raise
     NumericsError for numbers that are not finite.
 
-    `forwards` are those that are needed, by column: old_logprobs, values, ref_logprobs.
+    `forwards` are those that are needed, by column: old_logprobs, values, ref_logprobs; `processor`
+    is that of a policy that sees images.
     """
-    experience = Experience.from_rollouts(rollouts)
+    experience = Experience.from_rollouts(rollouts, processor)
     columns = run_forwards(forwards, experience, in_turn=config.train.colocate_all)
     for name, column in columns.items():
         if not all_finite(column):
@@ -68,12 +71,13 @@ class RemoteExperienceMaker:
 
     config: PPOConfig
     forwards: Mapping[str, Forward]
+    processor: ImageProcessor | None = None
 
     def make_experience_batch(
         self, rollouts: Sequence[Rollout], kl_coef: float
     ) -> tuple[Experience, Metrics]:
         """Return experience and metrics as `make_experience` does."""
-        return make_experience(self.config, self.forwards, rollouts, kl_coef)
+        return make_experience(self.config, self.forwards, rollouts, kl_coef, self.processor)
 
 
 def estimator_of(config: AdvantageConfig) -> AdvantageEstimator:

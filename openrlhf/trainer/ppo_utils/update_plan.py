@@ -112,14 +112,14 @@ def plan_updates(
     """
     generator = torch.Generator().manual_seed(seed)
     episodes = experience.episodes
-    lengths, sizes = experience.seq_lengths.tolist(), experience.num_actions.tolist()
+    costs, sizes = experience.costs.tolist(), experience.num_actions.tolist()
     num_steps = num_updates_per_rollout(len(episodes), train_batch_size, max_epochs)
     plan = []
     for _ in range(max_epochs):
         order = torch.randperm(len(episodes), generator=generator).tolist()
         for batch in fixed_batches(len(order), train_batch_size):
             members = [index for i in batch for index in episodes[order[i]]]
-            parts = balanced_partitions([lengths[index] for index in members], num_ranks)
+            parts = balanced_partitions([costs[index] for index in members], num_ranks)
             shares = [[members[i] for i in part] for part in parts]
             num_tokens = sum(sizes[index] for index in members)
             plan.append(PlannedStep(shares, num_tokens, len(members), num_steps, kl_coef))

@@ -66,7 +66,7 @@ def start_forward(
     that waits for a flat (N,) or (B,) column in sample order. A frozen model whose rank is lost
     meanwhile is started again for it.
     """
-    parts = balanced_partitions(experience.seq_lengths.tolist(), group.num_shares)
+    parts = balanced_partitions(experience.costs.tolist(), group.num_shares)
     sequences = experience.having(())
 
     def start() -> Pending:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from openrlhf.algorithms.balancing import fixed_batches, token_budget_batches
 from openrlhf.algorithms.policy_loss import aggregate
-from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
@@ -129,25 +128,15 @@ class ModelWorker:
             finally:
                 self.work = None
 
-    def costs(self, experience: Experience) -> list[int]:
-        """Return the work of each sample in tokens; those of images count twice, for the tower
-        computes them too.
-        """
-        costs_B = experience.seq_lengths
-        if experience.images and self.image_processor is not None:
-            is_image_T = experience.token_ids == self.image_processor.image_token_id
-            costs_B = costs_B + segment_sum(is_image_T.float(), costs_B).long()
-        return costs_B.tolist()
-
     def micro_batches(
-        self, seq_lengths: Sequence[int], micro_batch_size: int, budget: int | None
+        self, costs: Sequence[int], micro_batch_size: int, budget: int | None
     ) -> list[list[int]]:
         """Return the indices of each micro-batch, of at most `budget` tokens a rank if there is
         one.
         """
-        if budget is None or not seq_lengths:
-            return fixed_batches(len(seq_lengths), micro_batch_size)
-        return token_budget_batches(seq_lengths, budget * self.config.ds.ring_attn_size)
+        if budget is None or not costs:
+            return fixed_batches(len(costs), micro_batch_size)
+        return token_budget_batches(costs, budget * self.config.ds.ring_attn_size)
 
     @torch.no_grad()
     def forward_in_micro_batches(
@@ -157,7 +146,7 @@ class ModelWorker:
         `what` names them on a bar.
         """
         size, budget = self.config.rollout.micro_batch_size, self.config.scoring_budget
-        parts = self.micro_batches(self.costs(experience), size, budget)
+        parts = self.micro_batches(experience.costs.tolist(), size, budget)
         count = max(all_gather_object(len(parts)))
         outputs: list[Tensor] = []
         with self.working(what, count) as advance:
@@ -252,7 +241,7 @@ class TrainedWorker(ModelWorker):
         every rank, with no indices where a rank has fewer than another.
         """
         size, budget = self.config.train.micro_batch_size, self.config.train.token_budget
-        samples = self.micro_batches(self.costs(step.experience), size, budget)
+        samples = self.micro_batches(step.experience.costs.tolist(), size, budget)
         texts = self.micro_batches([len(token_ids) for token_ids in step.texts], size, budget)
         # A step without samples still is an optimizer step.
         samples += [[]] * (max(1, *all_gather_object(len(samples))) - len(samples))
