@@ -562,7 +562,7 @@ class TokenizedDataset(ABC):
         return [name for name in IMAGE_COLUMNS if name in rows.column_names]
 
     def _own_images(self, row: Row) -> list[Any]:
-        """Return what the first column of pictures with a value in this row holds."""
+        """Return the values in the first column of pictures that has any in this row."""
         found = {name: values_of(value_at(row, name)) for name in self._image_keys}
         first, *others = [name for name, values in found.items() if values] or [""]
         self._encoder.unread |= {f"'{name}' of rows with '{first}'" for name in others}
@@ -613,15 +613,14 @@ class TokenizedDataset(ABC):
         processor = self._processor
         if processor is None:
             return tokens
+        banned = {*processor.banned_token_ids}
+        if not self._reads_images and banned & {*tokens.ids}:
+            raise RowError("its text spells the placeholder of an image. Take it out")
         try:
             lengths = processor.run_lengths(tokens.ids, pictures)
         except PictureError as error:
-            remedy = "Give it images, or take out the places that its text spells"
-            if pictures:
-                remedy = "Mark each by <image> in a text of the user, or by a part of type image, "
-                remedy += "and use the chat template"
-            raise RowError(f"{error}. {remedy}") from error
-        banned = processor.banned_token_ids
+            remedy = "Mark each by <image> in a text of the user, or by a part of type image"
+            raise RowError(f"{error}. {remedy}, and use the chat template") from error
         flags = [m and i not in banned for i, m in zip(*tokens, strict=True)]
         mask = [flag for flag, n in zip(flags, lengths, strict=True) for _ in range(n)]
         return Tokens(processor.expand(tokens.ids, pictures), mask)
