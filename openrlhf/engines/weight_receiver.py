@@ -140,7 +140,9 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         """Return the gaps of an update: parameters that nothing was loaded into, and tensors of a
         parameter that others came for.
         """
-        is_tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        # Of a vision-language model, the config of the whole may be the one that says so.
+        configs = (self.model_config.hf_text_config, self.model_config.hf_config)
+        is_tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
         absent = []
         for name in self.expected:
             sources = self._sources(name)

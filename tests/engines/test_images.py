@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import WeightSyncError
+from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.utils.images import ImageProcessor, Picture, read_picture
+from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import buckets, restored, send, weights
 from tests.helpers import tiny_vision
@@ -95,12 +98,16 @@ def engine(seen: Seen) -> Iterator[VLLMEngine]:
     engine.shutdown()
 
 
-def shake_tower(model: Any, seed: int) -> None:
+def shake(model: Any, seed: int, *, std: float = 0.02, among: str = "") -> None:
+    """Move the parameters with `among` in their names."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "visual" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            if among in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+shake_tower = partial(shake, std=0.1, among="visual")
 
 
 def three_prompts(seen: Seen, **sampling: Any) -> list[GenerationRequest]:
@@ -123,12 +130,13 @@ def test_vllm_reads_two_images_one_and_none_in_one_batch_as_hugging_face_does(se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen2_5_vl, tied"])
 def test_vllm_reads_images_as_hugging_face_does_in_every_family(kind, tmp_path):
-    seen = Seen(tiny_vision.make(kind, tmp_path))
+    kind, is_tied = kind.partition(",")[::2]
+    seen = Seen(tiny_vision.make(kind, tmp_path, is_tied=bool(is_tied)))
     engine = start(seen.path, seen.processor)
     check_generation(seen, engine)
-    shake_tower(seen.model, 1)
+    shake(seen.model, 1)
     send(engine, weights(seen.model), 1)
     check_generation(seen, engine)
     engine.shutdown()
@@ -192,14 +200,26 @@ def test_an_update_without_one_matrix_is_refused(seen, name):
     engine.shutdown()
 
 
+@torch.no_grad()
 def test_a_placeholder_is_never_sampled(seen, engine):
-    """Without the bias they would be: a random model takes each of 266 tokens now and then."""
+    """Without the bias they would be: a random model takes each of 266 tokens now and then. The
+    trainer computes the same log-probs, at any temperature.
+    """
+    actor = Actor(load_causal_lm(str(seen.path)))
     banned = set(seen.processor.banned_token_ids)
     assert len(banned) == 2
-    asked = seen.request(PICTURES[:1], num_samples=32, max_new_tokens=100)
-    for sampler in (engine, OwnGenerate(seen.model, processor=seen.processor)):
-        [answers] = sampler.generate([asked])
-        assert not banned & {token for answer in answers for token in answer.token_ids}
+    settings = {"num_samples": 32, "max_new_tokens": 100}
+    own = OwnGenerate(seen.model, processor=seen.processor)
+    for sampler, temperatures in ((engine, (1.0, 2.0)), (own, (1.0, 50.0))):  # vLLM takes no more
+        asked = [seen.request(PICTURES[:1], temperature=t, **settings) for t in temperatures]
+        for request, answers in zip(asked, sampler.generate(asked), strict=True):
+            assert not banned & {token for answer in answers for token in answer.token_ids}
+            ids = torch.tensor([*request.prompt_token_ids, *answers[0].token_ids])
+            is_target = torch.arange(len(ids)) >= len(request.prompt_token_ids)
+            row = PackedBatch.from_sequences([ids], [is_target])
+            row = row.with_pictures([request.images], seen.processor)
+            logprobs = actor(row, request.sampling.temperature).logprobs
+            assert (logprobs - torch.tensor(answers[0].logprobs)).abs().max() < 1e-5
 
 
 def test_a_request_of_an_event_loop_carries_its_images(seen, engine):

@@ -82,16 +82,18 @@ def config_of(kind: str, tokenizer: transformers.PreTrainedTokenizerFast, patch:
     return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
 
 
-def make(kind: str, path: Path | str, *, seed: int = 0, patch: int = 14) -> Path:
+def make(
+    kind: str, path: Path | str, *, seed: int = 0, patch: int = 14, is_tied: bool = False
+) -> Path:
     """A random model of a family with its tokenizer and image processor, saved at `path`; a
-    picture of 2x2 patches is one token.
+    picture of 2x2 patches is one token. `is_tied`: the embedding is the head, as in small models.
     """
     path = Path(path)
     tokenizer = make_tokenizer(path)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForImageTextToText.from_config(
-        config_of(kind, tokenizer, patch), dtype=torch.float32
-    )
+    config = config_of(kind, tokenizer, patch)
+    config.tie_word_embeddings = is_tied  # the text's own config says nothing of it
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(path)
