@@ -56,6 +56,7 @@ def checkout(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("as_they_are")
     (folder / "examples").symlink_to(ROOT / "examples")
     run(folder, "examples/python/make_demo.py", "runs/tiny")
+    run(folder, "examples/python/make_vision_demo.py", "runs/tiny/vision")
     return folder
 
 
@@ -69,7 +70,8 @@ def test_a_recipe_runs_as_it_is_and_learns(name, checkout):
     cli = (sys.executable, "-m", "openrlhf.cli.main")
     for line in re.sub(r"\\\n#", "", RECIPES[name]).splitlines():
         words = line.removeprefix("#").split()
-        if words[:1] == ["openrlhf"] and (name == "score" or words[3].endswith(f"/{name}.yaml")):
+        runs_all = name in ("score", "grpo_vlm")
+        if words[:1] == ["openrlhf"] and (runs_all or words[3].endswith(f"/{name}.yaml")):
             run(checkout, *cli[1:], *words[1:])
     if command_of(name) == "infer":
         return
