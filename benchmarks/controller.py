@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.trainer.ppo_trainer import collecting_only_new_objects
 from openrlhf.trainer.ppo_updates import StepInputs, update_model
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
@@ -35,8 +36,9 @@ BATCH_SIZE = 1024  # of an optimizer step
 class StubGroup(WorkerGroup):
     """Ranks that compute nothing."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, num_samples: int) -> None:
         self.num_shares = num_ranks
+        self.column = torch.zeros(NUM_ACTIONS * num_samples)  # Ray has put results somewhere
 
     def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:
         """Take every share, and let it go."""
@@ -46,7 +48,7 @@ class StubGroup(WorkerGroup):
     def result(self, share: Any, columns: Sequence[str] | None = None) -> object:
         """Return a column of a forward, or what a rank returns of its updates."""
         if columns is None:
-            return torch.zeros(int(share.num_actions.sum()))
+            return self.column[: int(share.num_actions.sum())]
         column, places = share.experience.advantages, share.experience.places
         return UpdateResult(Metrics(), places.tolist(), dict.fromkeys(columns, column))
 
@@ -84,6 +86,7 @@ def adding(times: dict[str, float], name: str) -> Iterator[None]:
     times[name] += time.perf_counter() - start
 
 
+@collecting_only_new_objects()
 def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
     """Return the seconds of the two halves of a step, and the memory that it took."""
     config = PPOConfig.model_validate(
@@ -94,7 +97,7 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
             "train": {"batch_size": BATCH_SIZE},
         }
     )
-    rollouts, group = rollouts_of(num_samples), StubGroup(num_ranks)
+    rollouts, group = rollouts_of(num_samples), StubGroup(num_ranks, num_samples)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     times = dict.fromkeys(("shares", "results"), 0.0)

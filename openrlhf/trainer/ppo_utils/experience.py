@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from openrlhf.algorithms.tokens import segment_mean, segment_sum
@@ -43,7 +44,7 @@ class Experience(Batch):
     rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
     is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
     places: Tensor = field(metadata=SAMPLE)  # (B,) int64: number of the sample in its step
-    token_ids: Tensor = field(metadata=TOKEN)  # (T,) int64
+    token_ids: Tensor = field(metadata=TOKEN)  # (T,) int32
     action_mask: Tensor = field(metadata=TOKEN)  # (T,) bool
     # Of the others a share has those that its rank reads; None: not computed, or not sent.
     rollout_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,) float32
@@ -65,28 +66,29 @@ class Experience(Batch):
         """Lay scored rollouts end to end; every one must have a finite reward. `processor` is that
         of a policy that sees images.
         """
-        lengths_B = torch.tensor([len(r.token_ids) for r in rollouts])
-        costs_B = lengths_B
+        token_ids = [r.token_ids.numpy() for r in rollouts]
+        costs_B = lengths_B = torch.tensor([len(ids) for ids in token_ids])
         if processor is not None:
-            is_image = (r.token_ids == processor.image_token_id for r in rollouts)
+            is_image = (ids == processor.image_token_id for ids in token_ids)
             costs_B = lengths_B + torch.tensor([int(each.sum()) for each in is_image])
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
         names = [r.episode_id or f"sample {index}" for index, r in enumerate(rollouts)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         assert torch.isfinite(rewards).all(), "an unscored or non-finite sample reached training"
+        logprobs = [r.logprobs.numpy() for r in rollouts]
         return cls(
             seq_lengths=lengths_B,
-            num_actions=torch.tensor([r.num_actions for r in rollouts]),
+            num_actions=torch.tensor([len(numbers) for numbers in logprobs]),
             costs=costs_B,
             group_ids=torch.tensor([r.group_id for r in rollouts]),
             episode_ids=torch.tensor([numbers[name] for name in names]),
             rewards=rewards,
             is_truncated=torch.tensor([r.is_truncated for r in rollouts]),
             places=torch.arange(len(rollouts)),
-            token_ids=torch.cat([r.token_ids for r in rollouts]),
-            action_mask=torch.cat([r.action_mask for r in rollouts]),
-            rollout_logprobs=torch.cat([r.logprobs for r in rollouts]),
-            weight_versions=torch.cat([r.weight_versions for r in rollouts]),
+            token_ids=end_to_end(token_ids, dtype=np.int32),
+            action_mask=end_to_end([r.action_mask.numpy() for r in rollouts]),
+            rollout_logprobs=end_to_end(logprobs),
+            weight_versions=end_to_end([r.weight_versions.numpy() for r in rollouts]),
             images=tuple(r.images for r in rollouts) if any(r.images for r in rollouts) else (),
         )
 
@@ -194,7 +196,8 @@ class Experience(Batch):
 
     def packed(self, processor: ImageProcessor | None = None) -> PackedBatch:
         """Return one packed row whose targets are the sampled tokens, with the pixels of images."""
-        row = PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
+        lengths = tuple(self.seq_lengths.tolist())
+        row = PackedBatch(self.token_ids.long(), lengths, self.action_mask)
         return row.with_pictures(self.images, processor)
 
 
@@ -204,6 +207,13 @@ AXES = {column.name: column.metadata["axis"] for column in fields(Experience) if
 def offsets_of(sizes: Tensor) -> list[int]:
     """Return the offsets of pieces of these sizes laid end to end, and the end of the last."""
     return list(accumulate(sizes.tolist(), initial=0))
+
+
+def end_to_end(pieces: Sequence[np.ndarray], dtype: DTypeLike = None) -> Tensor:
+    """Return flat pieces as one tensor, of their dtype or another. By numpy: it puts what is large
+    on huge pages, and its slices are nothing that Python's collector looks at.
+    """
+    return torch.from_numpy(np.concatenate(pieces, dtype=dtype, casting="same_kind"))
 
 
 def _pieces(array: np.ndarray, offsets: Sequence[int], indices: Sequence[int]) -> np.ndarray:
@@ -232,8 +242,11 @@ def scatter_back(
     """
     if all(len(part) == len(members) for part, members in zip(parts, indices, strict=True)):
         sizes = torch.ones_like(sizes)
-    lengths, pieces = sizes.tolist(), [torch.empty(0)] * len(sizes)
+    lengths, pieces = sizes.tolist(), [np.empty(0)] * len(sizes)
     for part, members in zip(parts, indices, strict=True):
-        for index, piece in zip(members, part.split([lengths[i] for i in members]), strict=True):
-            pieces[index] = piece
-    return torch.cat(pieces)
+        array, end = part.numpy(), 0
+        for index in members:
+            start, end = end, end + lengths[index]
+            pieces[index] = array[start:end]
+        assert end == len(array), "a part has an entry for each of its samples"
+    return end_to_end(pieces)
