@@ -89,9 +89,10 @@ def _png(image: Image.Image) -> bytes:
 
 def _as_seen(image: Image.Image) -> Image.Image:
     """Return an image in RGB, turned as its EXIF data say."""
+    image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16 bits of gray, which Pillow would cut off at 255
         image = image.convert("I").point(lambda value: value * (1 / 256))
-    return ImageOps.exif_transpose(image).convert("RGB")
+    return image.convert("RGB")
 
 
 def _decoded(data: bytes) -> Image.Image:
