@@ -133,7 +133,8 @@ class PPOTrainer:
                 if not is_begun:
                     self.begin()
                     is_begun = True
-                while not self.is_over:
+                # Behind the samples of the last step there are no prompts left.
+                while self._undone or not self.is_over:
                     self.do_step()
                 self.finish()
                 is_finished = True

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.faults import Faults, hooked
 from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 
 REWARD_CODE = '''
@@ -73,3 +74,9 @@ def given(tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: 
         "label_key": "answer",
         "save_path": tmp_path / "run",
     }
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Faults that strike a command in this process, once they have a plan."""
+    return hooked(monkeypatch, Faults())

@@ -5,11 +5,7 @@ weights, whose first token comes a forward pass later, or to new ranks that have
 
 import os
 import random
-import signal
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +14,20 @@ import pytest
 
 from openrlhf.cli import train_ppo_ray
 from openrlhf.rollout.rollout_queue import RolloutQueue
-from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_trainer import PPOTrainer
-from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.utils.tracker import read_metrics
+from tests.helpers.faults import (
+    ACTOR,
+    CRITIC,
+    ENGINE,
+    KILL,
+    PHASES,
+    REFERENCE,
+    STOP,
+    Fault,
+    Faults,
+    hook,
+)
 from tests.helpers.processes import (
     SFT_FLAGS,
     environment,
@@ -42,17 +48,6 @@ FLAGS = (
     "--max_restarts 9 --engine_timeout_s 15 --rank_timeout_s 20"
 )
 NUM_STEPS = 8
-PHASES = {
-    "generate": (PPOTrainer, "generate"),
-    "score": (PPOTrainer, "train_step"),
-    "update": (PPOTrainer, "ppo_train"),
-    "sync": (PPOTrainer, "broadcast_to_vllm"),
-    "save": (RunState, "write"),
-}
-ENGINE, ACTOR = "LLMRayActor", "PolicyModelActor"
-CRITIC, REFERENCE = "CriticModelActor", "ReferenceModelActor"
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-Fault = tuple[str, str, signal.Signals]  # whom, in which phase, how
 OF_ENGINES: dict[int, Fault] = {
     2: (ENGINE, "generate", KILL),
     3: (ENGINE, "update", KILL),
@@ -69,74 +64,6 @@ OF_RANKS: dict[int, Fault] = {
     6: (ACTOR, "save", KILL),
     7: (ACTOR, "update", STOP),
 }
-
-
-@dataclass
-class Faults:
-    """Strikes one process in each step, in the phase that is its turn; the step after it begins
-    once all engines are up, so that none is struck while it starts.
-    """
-
-    plan: dict[int, Fault] = field(default_factory=dict)  # by step
-    struck_at: dict[int, float] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)  # until there was another one
-    trainers: list[Any] = field(default_factory=list)
-    step: int = 0
-
-    def begin(self, trainer: Any, phase: str) -> None:
-        """Strike if it is the turn of this phase."""
-        if phase == "generate":
-            wait_until(lambda: all(engine.is_up for engine in trainer.engines), 240)
-            self.trainers, self.step = [trainer], trainer.state.global_step + 1
-        title, when, how = self.plan.get(self.step, ("", "", KILL))
-        if when == phase and self.step not in self.struck_at:
-            delay_s = 0.3 if phase == "generate" else 0.0
-            strike = threading.Timer(delay_s, self._strike, (self.step, title, how))
-            strike.start()
-            if not delay_s:
-                strike.join()
-
-    def _strike(self, step: int, title: str, how: signal.Signals) -> None:
-        victim = sorted(workers(title), key=lambda process: process.pid)[-1]
-        self.struck_at[step] = time.monotonic()
-        victim.send_signal(how)
-
-    def replaced(self) -> None:
-        """Note that there is another process in place of the last one."""
-        step = max(self.struck_at)
-        self.seconds[step] = time.monotonic() - self.struck_at[step]
-
-    def show(self, what: str) -> None:
-        """Print the seconds of every fault."""
-        for step, (title, phase, how) in self.plan.items():
-            print(f"{what}: {how.name} of {title} in {phase}: {self.seconds[step]:.1f} s")
-
-
-def hook(patch: pytest.MonkeyPatch, kind: type, name: str, **calls: Callable[..., None]) -> None:
-    """Have a method call `before` and `after` with its object."""
-    method = getattr(kind, name)
-
-    def run(self: Any, *args: Any, **named: Any) -> Any:
-        calls.get("before", lambda _: None)(self)
-        found = method(self, *args, **named)
-        calls.get("after", lambda _: None)(self)
-        return found
-
-    patch.setattr(kind, name, run)
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    faults = Faults()
-    for phase, (kind, name) in PHASES.items():
-        hook(monkeypatch, kind, name, before=lambda it, phase=phase: faults.begin(it, phase))
-    for kind, name in (
-        (PPOTrainer, "update_engine"),
-        (PPOTrainer, "start_again"),
-        (RayActorGroup, "start_again"),
-    ):
-        hook(monkeypatch, kind, name, after=lambda _: faults.replaced())
-    return faults
 
 
 def check(faults: Faults, given: dict, num_steps: int = NUM_STEPS) -> None:
