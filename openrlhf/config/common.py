@@ -478,7 +478,9 @@ class EvalConfig(Base):
     early_stop: int = option(
         0, "End the run after N evaluations in a row without a better one; 0: never.", ge=0
     )
-    temperature: float = option(0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0)
+    temperature: float = option(
+        0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0, le=2
+    )
     n_samples_per_prompt: int = option(4, "k of pass@k.", "eval_n_samples_per_prompt", gt=0)
 
 
