@@ -22,6 +22,7 @@ from openrlhf.errors import (
     ConfigError,
     EngineError,
     LostEngineError,
+    OpenRLHFError,
     WeightSyncError,
     first_line,
 )
@@ -52,12 +53,12 @@ class VLLMEngine:
     """A RolloutEngine; all calls may come from any thread.
 
     Its thread works off a queue: each item is a command or one step of vLLM, and a step queues the
-    next one behind what came in meanwhile. An error of a step ends the engine and fails every
-    waiting call; an error of a command belongs to its caller alone.
+    next one behind what came in meanwhile. An error of a step, or of the device in a command, ends
+    the engine: every waiting and later call raises LostEngineError. Any other error of a command
+    belongs to its caller alone.
     """
 
     who = "the vLLM engine"
-    is_up = True
 
     def __init__(
         self, settings: Mapping[str, Any], processor: ImageProcessor | None = None
@@ -83,6 +84,12 @@ class VLLMEngine:
         # Small functions of vLLM's sampler are compiled even in eager mode: up to 16 s for nothing.
         is_eager = self.llm.model_config.enforce_eager
         self._stance = "force_eager" if is_eager else "default"
+
+    @property
+    def is_up(self) -> bool:
+        """Return True; raise EngineError once the engine has ended."""
+        self._check_is_up()
+        return True
 
     def call(self, method: Callable[..., Result], *args: object) -> Result:
         """Run a method of this class."""
@@ -142,7 +149,12 @@ class VLLMEngine:
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Join the trainer's group; wait until all are there."""
-        self._call(lambda: self._rpc("init_weight_transfer_engine", init_info=init_info))
+
+        def join() -> None:
+            self._rpc("init_weight_transfer_engine", init_info=init_info)
+            self._check_transfer()
+
+        self._call(join)
 
     def begin_weight_update(self, keep_running: bool) -> None:
         """Pause, and get ready for buckets. Requests that run are refused with a WeightSyncError:
@@ -169,8 +181,12 @@ class VLLMEngine:
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket; raises WeightSyncError for an unknown tensor."""
-        info = {"bucket": bucket}
-        self._update(lambda: self._rpc("update_weights", update_info=info))
+
+        def receive() -> None:
+            self._rpc("update_weights", update_info={"bucket": bucket})
+            self._check_transfer()
+
+        self._update(receive)
 
     def finish_weight_update(self, weight_version: int) -> dict[str, int]:
         """Make the new weights live and drop every cached prefix; return the fingerprints of the
@@ -239,6 +255,9 @@ class VLLMEngine:
             self._check_is_up()
             try:
                 return command()
+            except RuntimeError as error:  # of a worker in another process, or of the device
+                self._fail(error)
+                raise self._down() from error
             finally:
                 self._queue_step()
 
@@ -249,7 +268,15 @@ class VLLMEngine:
 
     def _check_is_up(self) -> None:
         if self._end is not None:
-            raise EngineError(f"vLLM engine is down: {self._end}") from self._end
+            raise self._down() from self._end
+
+    def _down(self) -> EngineError:
+        """Return the error of every call from now on; one that is ours would come again in another
+        engine.
+        """
+        assert self._end is not None
+        kind = EngineError if isinstance(self._end, OpenRLHFError) else LostEngineError
+        return kind(f"vLLM engine is down: {first_line(self._end)}")
 
     def _add(
         self,
@@ -311,7 +338,7 @@ class VLLMEngine:
         self._end = self._end or error
         for _, future in self._waiting.values():
             if future.set_running_or_notify_cancel():
-                future.set_exception(EngineError(f"vLLM engine is down: {self._end}"))
+                future.set_exception(self._down())
         self._waiting.clear()
 
     def _drop_done(self) -> None:
@@ -320,6 +347,13 @@ class VLLMEngine:
         for key in keys:
             del self._waiting[key]
         self.llm.abort_request(keys)
+
+    def _check_transfer(self) -> None:
+        """Raise EngineError if the transfer to a worker was broken off: an error that a worker of
+        several raised itself would leave vLLM with the replies of the others.
+        """
+        for problem in filter(None, self._rpc("transfer_problem")):
+            raise EngineError(problem)
 
     def _rpc(self, method: str, **options: object) -> Any:
         """Call a method of every worker; return the results, by worker."""
@@ -334,11 +368,8 @@ class VLLMEngine:
             assert not self._is_current, "begin_weight_update was not called"
             try:
                 return command()
-            except EngineError:
+            except (EngineError, RuntimeError):
                 raise
-            except RuntimeError as error:  # of a worker in another process, or of the device
-                self._fail(error)
-                raise EngineError(first_line(error)) from error
             except BaseException as error:
                 self._fail(error)
                 raise

@@ -6,6 +6,7 @@ this module in every worker, for `WORKER_EXTENSION`, and finds the backend regis
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -50,14 +51,16 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         self.loaded: set[str] = set()  # those that it has
         self.fingerprints: dict[str, int] = {}  # by the trainer's name
         self.received: dict[str, tuple[torch.dtype, int]] = {}  # dtype and bit sum, by vLLM's name
+        self.problem: str | None = None  # of the last transfer
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Join the trainer's group."""
+        """Join the trainer's group; a `problem` if that is broken off."""
         device = self.device if init_info["device_type"] == "cuda" else torch.device("cpu")
         own_rank = init_info["rank_offset"] + self.parallel_config.rank
         host, port, world_size = (init_info[name] for name in ("host", "port", "world_size"))
         group = Broadcasts(host, port, rank=own_rank, world_size=world_size)
-        self.reader.join(group.join(device), device)
+        with self._noting_problem():
+            self.reader.join(group.join(device), device)
 
     def start_weight_update(self) -> None:
         """Begin an update; one that was broken off is forgotten first."""
@@ -77,10 +80,11 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
 
     @torch.no_grad()
     def receive_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the tensors of one bucket and note what came."""
+        """Load the tensors of one bucket and note what came; a `problem` if it is broken off."""
         try:
-            tensors = self._noted(self.reader.read(update_info["bucket"]))
-            self.loaded.update(self.model.load_weights(tensors))
+            with self._noting_problem():
+                tensors = self._noted(self.reader.read(update_info["bucket"]))
+                self.loaded.update(self.model.load_weights(tensors))
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
             name = next(reversed(self.fingerprints), "the first tensor")
             raise WeightSyncError(f"the engine cannot load {name}: {error}") from error
@@ -99,6 +103,14 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
     def shutdown(self) -> None:
         """Let go of the trainer's memory."""
         self.reader.close()
+
+    @contextmanager
+    def _noting_problem(self) -> Iterator[None]:
+        self.problem = None
+        try:
+            yield
+        except EngineError as error:
+            self.problem = str(error)
 
     def _check_held(self) -> None:
         """Raise WeightSyncError for a plain parameter that does not hold the bits that came.
@@ -205,6 +217,10 @@ class ReceiptExtension:
     def break_off_weight_update(self) -> None:
         """Let another update begin, after one that was not finished."""
         self._weight_update_active = False
+
+    def transfer_problem(self) -> str | None:
+        """Return the error that broke the last transfer off; None without one."""
+        return self.weight_transfer_engine.problem  # type: ignore[attr-defined, no-any-return]
 
     def weight_receipt(self) -> dict[str, int]:
         """Return the fingerprints of the tensors received in the last update, by name."""

@@ -136,7 +136,10 @@ class Broadcasts:
             self._until(work.is_completed)
             work.wait()
         except EngineError:
-            self._left.append((self._group, work, data))
+            if data.is_cuda:
+                self._group.abort()  # what waits in the device's queue would hold all that follows
+            else:  # gloo cannot, but its thread waits alone
+                self._left.append((self._group, work, data))
             raise
         except RuntimeError as error:
             raise EngineError(f"the broadcast of weights failed: {first_line(error)}") from error

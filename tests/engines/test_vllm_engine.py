@@ -16,7 +16,7 @@ from openrlhf.distributed.weights import as_stored
 from openrlhf.engines.base import Completion
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_receiver import report_full_logprobs
-from openrlhf.errors import EngineError, WeightSyncError
+from openrlhf.errors import EngineError, LostEngineError, WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 from tests.distributed.spawn import run_ranks
 from tests.engines.helpers import (
@@ -163,13 +163,37 @@ def test_an_update_that_was_broken_off_leaves_nothing_behind(tiny_model_dir):
     engine.shutdown()
 
 
-def test_a_dead_engine_says_so(tiny_model_dir):
+@pytest.mark.parametrize("where", ["step", "wake_up"])
+def test_an_engine_whose_device_fails_is_lost_and_says_so(tiny_model_dir, where):
     engine = start(tiny_model_dir)
-    engine.llm.step = lambda: 1 // 0
-    for _ in range(2):
-        with pytest.raises(EngineError, match="vLLM engine is down"):
-            engine.generate([request()])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nCompile with ...")
+
+    setattr(engine.llm, where, fail)
+    ask = {"step": lambda: engine.generate([request()]), "wake_up": lambda: engine.wake_up("w")}
+    for call in (ask[where], ask["step"], lambda: engine.is_up):
+        with pytest.raises(LostEngineError, match=r"down: CUDA error: an illegal memory access$"):
+            call()
     engine.shutdown()
+
+
+def test_a_transfer_that_is_broken_off_does_not_end_the_engine(engine, model):
+    """One in a worker of several would, for vLLM takes the reply of the first alone."""
+    worker = engine.llm.model_executor.driver_worker.worker
+    reader = worker.weight_transfer_engine.reader
+
+    def break_off(bucket: object) -> None:
+        raise EngineError("the broadcast of weights was broken off")
+
+    engine.begin_weight_update(True)
+    reader.read = break_off
+    with pytest.raises(EngineError, match="was broken off") as caught:
+        engine.receive_bucket(next(buckets(weights(model), 2**20)))
+    assert not isinstance(caught.value, LostEngineError)
+    del reader.read
+    send(engine, weights(model), 0)
+    assert engine_greedy(engine) == greedy(model)
 
 
 def test_an_engine_starts_where_a_trainer_of_this_process_has_closed_its_groups(tiny_model_dir):

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError, LostEngineError, LostRankError
 from openrlhf.rollout.engine_pool import Dispatcher
 
@@ -103,6 +104,22 @@ def test_an_engine_that_cannot_be_replaced_ends_the_wait() -> None:
         engine.lose()
         with pytest.raises(EngineError, match=r"3 restart\(s\) of vllm"):
             await work
+
+    asyncio.run(run())
+
+
+def test_an_engine_of_this_process_that_has_failed_is_not_asked_for_ever() -> None:
+    class Failed(VLLMEngine):
+        def __init__(self) -> None:
+            self._end = RuntimeError("CUDA error: out of memory")
+
+        async def sample(self, request: GenerationRequest) -> list[Completion]:
+            self._check_is_up()
+            return []
+
+    async def run() -> None:
+        with pytest.raises(LostEngineError, match="is down: CUDA error: out of memory"):
+            await asyncio.wait_for(Dispatcher([Failed()]).sample(asked("short")), 5)
 
     asyncio.run(run())
 
