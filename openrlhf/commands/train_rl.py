@@ -25,6 +25,7 @@ from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
 from openrlhf.distributed.hub import open_repository, push
 from openrlhf.engines.base import RolloutEngine
+from openrlhf.errors import LostRankError
 from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
 from openrlhf.report.report import reporting
@@ -178,14 +179,7 @@ def _run(
     save_resolved(config, inputs.run_dir / CONFIG_FILE)
     data_sets = (inputs.prompts, inputs.eval_prompts, inputs.texts)
     write_bad_rows(inputs.run_dir / BAD_ROWS_FILE, *data_sets)
-    export = partial(_export, config, groups)
-    with (
-        exporting_anyway(export, inputs.run_dir),
-        stopping.patiently(config.ckpt.grace_s),
-        naming_lost_ranks(),
-    ):
-        trainer.fit()
-    export()
+    fit_and_export(trainer, partial(_export, config, groups), config.ckpt.grace_s)
     opened.note_finished(inputs.run_dir, state.global_step)
     say_saved(inputs.run_dir)
     if config.ckpt.push_to_hub:
@@ -195,16 +189,35 @@ def _run(
     return trainer
 
 
+def fit_and_export(trainer: PPOTrainer, export: Callable[[], None], grace_s: float) -> None:
+    """Train and export; go on from the last checkpoint where a rank is lost meanwhile."""
+    lost: LostRankError | None = None
+    is_exported = False
+    while not is_exported:
+        with (
+            exporting_anyway(export, trainer.inputs.run_dir),
+            stopping.patiently(grace_s),
+            naming_lost_ranks(),
+        ):
+            trainer.fit(lost)
+        try:
+            export()
+            is_exported = True
+        except LostRankError as error:
+            lost = error
+
+
 def phases_of(config: PPOConfig, engines: Sequence[RolloutEngine]) -> DevicePhases:
     """Return who holds device memory in which phase."""
     engines_sleep = config.vllm.enable_sleep and config.engines_share_devices
+    takes_turns = config.rewards_take_turns or config.engines_share_devices
     return DevicePhases(
         engines,
         engines_sleep=engines_sleep,
         training_sleeps=config.ds.enable_sleep,
         # One at a time where reward models and what is trained share devices and run side by side,
-        # or where a new engine needs the memory that training has.
-        turn=threading.RLock() if config.rewards_take_turns or engines_sleep else nullcontext(),
+        # or where a new engine starts on devices that training computes on.
+        turn=threading.RLock() if takes_turns else nullcontext(),
     )
 
 
@@ -252,7 +265,10 @@ def init_models(
                 shares = [group.model_args] * group.num_shares
                 pending[role] = group.start(ModelWorker.init_model, shares)
             for role, wait in pending.items():
-                sizes[role] = wait()[0]
+                try:
+                    sizes[role] = wait()[0]
+                except LostRankError as why:
+                    sizes[role] = groups[role].start_again(why)
                 if role in TRAINED_ROLES:
                     phases.put_away(groups[role])
                 advance()

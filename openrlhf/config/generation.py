@@ -152,6 +152,9 @@ class AgentsConfig(RanksConfig):
     node_wait_s: float = option(
         300.0, "Seconds to wait for a node in place of one that is gone.", ge=0
     )
+    restart_timeout_s: float = option(
+        1800.0, "Seconds for a process in place of a lost one to start and to load its model.", gt=0
+    )
     async_num_tasks: int = option(128, "Agents of an engine.", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0)
     agent_func_path: str | None = option(
         None, "A .py file with AgentExecutor, or file.py:name of an environment.", opens="code"
@@ -228,6 +231,11 @@ class GenerationRunConfig(RunConfig):
     @property
     def colocates_all(self) -> bool:
         """Return True if all models and engines share the GPUs."""
+        return False
+
+    @property
+    def mixes_versions(self) -> bool:
+        """Return True if weights may change under a running sample."""
         return False
 
     @property

@@ -420,6 +420,10 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         return self.train.colocate_all
 
     @property
+    def mixes_versions(self) -> bool:
+        return self.train.partial_rollout_enable
+
+    @property
     def engines_share_devices(self) -> bool:
         return self.train.colocate_all and not self.train.async_enable
 

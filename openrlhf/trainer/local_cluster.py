@@ -29,6 +29,9 @@ class Recovery(Protocol):
         engine takes its devices.
         """
 
+    def close(self) -> None:
+        """End all engines; start none any more."""
+
 
 @dataclass(frozen=True)
 class Cluster:

@@ -7,6 +7,7 @@ with what the models computed for them, and `step.json`: what the step was told 
 """
 
 import io
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from openrlhf.distributed.folders import write_json
-from openrlhf.errors import CheckpointError, NumericsError
+from openrlhf.errors import CheckpointError, LostRankError, NumericsError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_updates import StepInputs
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -35,6 +36,29 @@ FACTS, SAMPLES = "step.json", "samples.pt"
 COMPUTED = ("old_logprobs", "ref_logprobs", "values")
 OF_DATA = ("label", "datasource", "columns", "source_prompt")  # any values; a replay needs none
 # The images of samples lie in a folder of the step, once each, and are named by their hashes.
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a step has ended a rank.
+
+    Example: `Death(5, "actor rank  of  died: pid  was killed by SIGKILL", ("step5/1/0",))`
+    """
+
+    step: int
+    how: str  # without the numbers, which are others the next time
+    sample_ids: tuple[str, ...]
+
+    @classmethod
+    def of(cls, why: LostRankError, step: int, rollouts: Sequence[Rollout]) -> "Death":
+        """Return the death of a rank in a step of these samples."""
+        how = re.sub(r"\d+", "", str(why).partition(". The end of ")[0])
+        return cls(step, how, tuple(rollout.sample_id for rollout in rollouts))
+
+    def is_of(self, step: int, rollouts: Sequence[Rollout]) -> bool:
+        """Return True for the same step of the same prompts."""
+        ids = tuple(rollout.sample_id for rollout in rollouts)
+        return (step, ids) == (self.step, self.sample_ids)
 
 
 @dataclass
@@ -72,9 +96,24 @@ class StepDump:
         if self.is_chosen:
             self.write_facts(metrics=metrics.values())
 
+    @property
+    def is_kept(self) -> bool:
+        """Return True once the step can be replayed."""
+        return (self.folder / FACTS).exists()
+
+    @property
+    def how_to_replay(self) -> str:
+        """Return the command that repeats a kept step."""
+        run_dir = shlex.quote(str(self.folder.parents[1]))
+        return f"openrlhf replay {run_dir} --step {self.step_inputs.global_step}"
+
+    def remove(self) -> None:
+        """Keep the step no more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def write(self, **outcome: object) -> None:
         """Keep the step, in place of an earlier attempt; what cannot be written costs a warning."""
-        step, run_dir = self.step_inputs.global_step, self.folder.parents[1]
+        step = self.step_inputs.global_step
         folder = str(self.folder.absolute())  # workers may have another working directory
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -88,9 +127,7 @@ class StepDump:
             self.is_chosen = False
             warn(f"step {step} was not kept: {error}")
         else:
-            notice(
-                f"step {step} was kept: openrlhf replay {shlex.quote(str(run_dir))} --step {step}"
-            )
+            notice(f"step {step} was kept: {self.how_to_replay}")
 
     def write_samples(self) -> None:
         """Write the samples and what models computed for them."""

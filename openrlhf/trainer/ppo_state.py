@@ -129,11 +129,8 @@ class RunState:
         self.opened.set_other_best_aside()
         if saved is None:
             return
-        has_same_ranks: list[bool] = []
         with progress("loading the checkpoint"):
-            for group in self.groups.values():
-                with self.phases.update(group):
-                    has_same_ranks += group.call(TrainedWorker.load_states, str(saved.path))
+            has_same_ranks = self._load_models(saved)
         self.load_state_dict(saved.state[RUN])
         if isinstance(self.sampler, RolloutQueue):
             self.sampler.load_groups(saved.path)
@@ -149,19 +146,38 @@ class RunState:
         """Start the trained models again from a checkpoint, or as the run began, and go back there.
         `keeps_samples`: the next step has its samples, and their ledger stays as it is.
         """
-        for role, group in self.groups.items():
-            group.start_again(why if role == why.role else None)
-            self.phases.put_away(group)
-        state = json.loads(self.begin) if saved is None else saved.state[RUN]
+        self._start_models(why)
+        first = [found for found in self.evaluations if found["step"] == 0]  # not made again
+        begin = json.loads(self.begin) | {"evaluations": first}
+        state = begin if saved is None else saved.state[RUN]
         self.opened.store.set_aside(after_step=0 if saved is None else saved.step)
-        for group in self.groups.values() if saved is not None else ():
-            with self.phases.update(group):
-                group.call(TrainedWorker.load_states, str(saved.path))
+        if saved is not None:
+            self._load_models(saved)
         if keeps_samples:
             del state["sampler"]
         self.load_state_dict(state)
         if not keeps_samples and saved is not None and isinstance(self.sampler, RolloutQueue):
             self.sampler.load_groups(saved.path)
+
+    def _start_models(self, why: LostRankError) -> None:
+        for role, group in self.groups.items():
+            group.start_again(why if role == why.role else None)
+            self.phases.put_away(group)
+
+    def _load_models(self, saved: Saved) -> list[bool]:
+        """Put the models where a checkpoint stands; return for every rank whether there were as
+        many. A rank that is lost meanwhile is started again, with all others.
+        """
+        while True:
+            try:
+                has_same_ranks: list[bool] = []
+                for group in self.groups.values():
+                    with self.phases.update(group):
+                        has_same_ranks += group.call(TrainedWorker.load_states, str(saved.path))
+            except LostRankError as why:
+                self._start_models(why)
+            else:
+                return has_same_ranks
 
     def write(self, folder: Path) -> None:
         """Write the states of all models, and finished samples that wait for later steps."""

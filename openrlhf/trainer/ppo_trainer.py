@@ -34,7 +34,7 @@ from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.local_cluster import Cluster
-from openrlhf.trainer.ppo_dumps import StepDump
+from openrlhf.trainer.ppo_dumps import Death, StepDump
 from openrlhf.trainer.ppo_inputs import RunInputs, say_dropped
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_updates import StepInputs, trained_roles, update_model
@@ -90,6 +90,7 @@ class PPOTrainer:
     ) -> None:
         self.config, self.inputs, self.rollouts = config, inputs, rollouts
         self.groups, self.engines = cluster.groups, cluster.engines
+        self.recovery = cluster.recovery
         self.state, self.phases, self.tracker = state, state.phases, tracker
         self.callbacks = callbacks
         self.num_steps = len(inputs.updates)  # at most
@@ -99,12 +100,14 @@ class PPOTrainer:
         self.is_compared = False  # True once engine and trainer were, in this run
         self.is_told = False  # True once it was said that the reward rises alone
         self.is_ended = False  # True once a callback, or --early_stop, has asked for it
+        self._ended_at = 0  # the step behind which it was asked
         self._undone: list[Rollout] = []  # samples of the step that is under way
+        self._death: Death | None = None  # of the last step that was not finished
         self._generated = Metrics()  # of these samples
         self._sending = threading.Lock()  # held while weights are sent
         self._has_failed = False  # whether an engine did when weights were sent last
-        if cluster.recovery is not None:
-            cluster.recovery.prepare(self.phases.turn, self.update_engine)
+        if self.recovery is not None:
+            self.recovery.prepare(self.phases.turn, self.update_engine)
         algo, train = config.algo, config.train
         teaching = GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)
         self.sampler = StepSampler(
@@ -118,13 +121,13 @@ class PPOTrainer:
         state.sampler = self.sampler
 
     @collecting_only_new_objects()
-    def fit(self) -> None:
+    def fit(self, lost: LostRankError | None = None) -> None:
         """Run all episodes from where the run stands; evaluate before the first step, every
-        `--eval_steps`, at the end.
+        `--eval_steps`, at the end. If a rank was `lost` after that, go on from the last checkpoint.
         """
-        self.state.note_begin()
-        is_begun = is_finished = False
-        why: LostRankError | None = None
+        is_begun, is_finished, why = lost is not None, False, lost
+        if lost is None:
+            self.state.note_begin()
         while not is_finished:
             try:
                 if why is not None:
@@ -141,6 +144,7 @@ class PPOTrainer:
             except LostRankError as error:
                 if error.role not in self.state.groups:
                     raise
+                self.note_death(error)
                 why = error
         self.tracker.close()
 
@@ -191,6 +195,20 @@ class PPOTrainer:
         if stopping.is_asked() and not self.is_over:
             self.stop()
 
+    def note_death(self, why: LostRankError) -> None:
+        """Raise EngineError if the same step has ended a rank in the same way before."""
+        if not self._undone:
+            return
+        step, before = self.state.global_step, self._death
+        self._death = Death.of(why, step, self._undone)
+        if self._death == before:
+            dump = self.dump_of(self._undone, step)
+            kept = f" It was kept: {dump.how_to_replay}" if dump.is_kept else ""
+            raise EngineError(
+                f"{why}. Step {step} has ended in this way before, with the same prompts: it is "
+                f"not made a third time.{kept}"
+            ) from why
+
     def start_again(self, why: LostRankError) -> None:
         """Go on from the last checkpoint with new ranks in place of lost ones, and with the samples
         of the step under way where they are of its policy.
@@ -199,7 +217,8 @@ class PPOTrainer:
         last_step = 0 if saved is None else saved.step
         if self.state.global_step != last_step + 1:
             self._undone = []
-        self.is_ended = False  # what asked for it is asked again
+        if self._ended_at > last_step:
+            self.is_ended = False  # what asked for it is asked again
         resampling = nullcontext() if self._undone else self.resampling()
         with resampling, self.phases.training(), self._sending:
             self.state.start_again(why, saved, keeps_samples=bool(self._undone))
@@ -217,7 +236,7 @@ class PPOTrainer:
 
     def end(self) -> None:
         """End the run after this step, as after its last: it is evaluated, saved and exported."""
-        self.is_ended = True
+        self.is_ended, self._ended_at = True, self.state.global_step
 
     def end_if_stalled(self) -> None:
         """End the run if as many evaluations as --early_stop says were not better than the best."""
@@ -268,6 +287,8 @@ class PPOTrainer:
 
     def stop(self) -> NoReturn:
         """Save and end the run because the user asked for it."""
+        if self.recovery is not None:  # no save waits for an engine to start
+            self.recovery.close()
         for engine in self.engines:  # they may be at work, and are not needed any more
             with suppress(EngineError):
                 if engine.is_up:
@@ -300,7 +321,11 @@ class PPOTrainer:
         """Do an RL step after generation; return its samples with what was computed for them."""
         self.check_versions(rollouts)
         dump = self.dump_of(rollouts, global_step)
+        is_again = self._death is not None and self._death.is_of(global_step, rollouts)
+        suspect = self._death if is_again else None
         with self.phases.training(), dump.watching():
+            if suspect is not None:  # if it ends a rank again, nothing can be read any more
+                dump.write(error=suspect.how)
             with timed("make_experience", metrics):
                 processor = self.inputs.image_processor
                 experience, noted = make_experience(
@@ -318,6 +343,8 @@ class PPOTrainer:
         if "kl" in metrics:
             self.state.adapt_kl_coef(metrics["kl"], len(rollouts))
         self.state.sampler.settle(set(experience.group_ids.tolist()))
+        if suspect is not None and not dump.is_chosen:
+            dump.remove()
         return experience
 
     def ppo_train(self, experience: Experience, dump: StepDump) -> tuple[Experience, Metrics]:
@@ -456,15 +483,18 @@ class PPOTrainer:
         """
         train, now = self.config.train, self.state.weight_version
         limit = train.async_queue_size if train.async_enable else 0
+        spans: dict[str, tuple[int, int]] = {}  # an agent's episode is a sample of several parts
         for rollout in rollouts:
-            if not rollout.num_actions:
-                continue
-            oldest, newest = (int(version) for version in rollout.weight_versions.aminmax())
+            if rollout.num_actions:
+                name = rollout.episode_id or rollout.sample_id
+                oldest, newest = (int(version) for version in rollout.weight_versions.aminmax())
+                before = spans.get(name, (oldest, newest))
+                spans[name] = min(oldest, before[0]), max(newest, before[1])
+        for name, (oldest, newest) in spans.items():
             is_mixed = oldest < newest and not train.partial_rollout_enable
             if is_mixed or newest > now or now - oldest > limit:
-                versions = sorted(set(rollout.weight_versions.tolist()))
                 raise EngineError(
-                    f"sample {rollout.sample_id} was sampled under weights {versions}, the policy "
+                    f"sample {name} was sampled under weights {sorted({oldest, newest})}, the policy "
                     f"is at {now}, and {limit} behind is allowed"
                 )
 

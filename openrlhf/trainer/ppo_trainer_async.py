@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import LostRankError
 from openrlhf.rollout.async_controller import AsyncLimits
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_inputs import RunInputs, say_dropped
@@ -36,9 +37,9 @@ class PPOTrainerAsync(PPOTrainer):
         self.queue = RolloutQueue(self.sampler, self.rollouts, inputs.sampling, limits)
         self.state.sampler = self.queue
 
-    def fit(self) -> None:
+    def fit(self, lost: LostRankError | None = None) -> None:
         with self.queue:
-            super().fit()
+            super().fit(lost)
             say_dropped(self.queue.take_failed(), self.inputs.prompts)
 
     @contextmanager

@@ -58,6 +58,7 @@ class BackgroundSink:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._give_up(f"did not finish within {timeout_s:g} s")
+        self._is_given_up = True  # steps may be made again, whose records it has
 
     def _give_up(self, reason: str) -> None:
         if not self._is_given_up:

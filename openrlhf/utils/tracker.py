@@ -7,7 +7,7 @@ means.
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -51,26 +51,35 @@ class Tracker:
     ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.sinks = sinks
+        self._rewound_to: int | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             self.rewind(resume_step)
 
     def rewind(self, step: int) -> None:
-        """Drop the records and samples of later steps, which come again."""
-        if self.path.exists():
-            kept = [record for record in self.records() if record["step"] <= step]
-            unfinished = self.path.with_suffix(".partial")
-            unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            unfinished.replace(self.path)
+        """Drop the records and samples of later steps, which come again. Of this step itself some
+        records may, those that came after the checkpoint: they replace the first ones.
+        """
+        self._rewound_to = step
+        self._keep(lambda record: record["step"] <= step)
         for path in (self.path.parent / ROLLOUTS).glob("*.parquet"):
             number = path.stem.rpartition("_")[2]
             if number.isdecimal() and int(number) > step:
                 path.unlink()
 
+    def _keep(self, is_kept: Callable[[Mapping[str, float]], bool]) -> None:
+        if self.path.exists():
+            lines = [json.dumps(record) + "\n" for record in self.records() if is_kept(record)]
+            unfinished = self.path.with_suffix(".partial")
+            unfinished.write_text("".join(lines))
+            unfinished.replace(self.path)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line; a full disk costs the line and one warning."""
         for sink in self.sinks:
             sink.offer((step, dict(values)))
+        if step == self._rewound_to:
+            self._keep(lambda record: record["step"] != step or not record.keys() & values.keys())
         # NaN and infinities are no JSON.
         numbers = {name: v if math.isfinite(v) else None for name, v in values.items()}
         line = json.dumps({"step": step, "time": round(time.time(), 3), **numbers})
@@ -85,7 +94,7 @@ class Tracker:
         return read_metrics(self.path) if self.path.exists() else []
 
     def close(self) -> None:
-        """Let the sinks write out what is pending; no further call follows."""
+        """Let the sinks write out what is pending; they take nothing more."""
         for sink in self.sinks:
             sink.close()
 

@@ -14,6 +14,7 @@ from openrlhf.cli import doctor
 from openrlhf.commands.doctor import folder_findings, lock_findings, misfit, token_findings
 from openrlhf.trainer.ray.nodes import (
     NodeProbe,
+    busy_finding,
     clock_findings,
     node_findings,
     shared_findings,
@@ -95,6 +96,16 @@ def test_clocks_and_folders_of_nodes_are_compared_with_those_here(tmp_path: Path
     assert not list(tmp_path.iterdir())
     del asks["10.0.0.2"]
     assert not remedies([*clock_findings(asks), *shared_findings(asks, [str(tmp_path)])])
+
+
+def test_a_node_whose_gpus_are_all_in_use_is_not_waited_for() -> None:
+    names = {"10.0.0.1": 8.0, "10.0.0.2": 8.0, "10.0.0.3": 0.0}  # the last one has none
+    nodes = {name: {"NodeID": name, "Resources": {"GPU": count}} for name, count in names.items()}
+    free = {"10.0.0.1": {"GPU": 1.0}, "10.0.0.2": {"CPU": 3.0}}  # Ray leaves zeros out
+    busy = busy_finding(nodes, free)
+    assert busy is not None and not busy.remedy
+    assert busy.seen.startswith("all in use on 10.0.0.2: the network is measured between CPUs")
+    assert busy_finding(nodes, free | {"10.0.0.2": {"GPU": 8.0}}) is None
 
 
 def test_a_node_of_other_versions_or_gpus_is_named() -> None:

@@ -10,7 +10,7 @@ import transformers
 from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import Completion
-from openrlhf.errors import EngineError
+from openrlhf.errors import EngineError, LostRankError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.rollout.scoring import FailurePolicy
@@ -110,6 +110,39 @@ def test_an_engine_that_fails_ends_the_run_whatever_code_and_policy(tmp_path, ti
 
     with pytest.raises(EngineError, match="step1/1/0: the engine is down"):
         generate(tmp_path, tiny_tokenizer, ["ok"], policy=policy, say=say, code=code)
+
+
+def test_a_rank_that_an_engine_waits_for_is_named_as_lost(tmp_path, tiny_tokenizer):
+    why = LostRankError("actor rank 0 of 1 died")
+    why.role = "actor"
+
+    def say(request):
+        raise why
+
+    with pytest.raises(LostRankError) as caught:  # whoever catches it starts the rank again
+        generate(tmp_path, tiny_tokenizer, ["ok"], say=say)
+    assert caught.value.role == "actor"
+
+
+@pytest.mark.parametrize("text", ["one", "two"])  # in one part, and in two
+def test_an_episode_whose_engine_was_replaced_under_new_weights_begins_anew(
+    tmp_path, tiny_tokenizer, text
+):
+    class Replaced(StreamingEngine):
+        """Has other weights from the second turn on."""
+
+        def complete(self, request) -> Completion:
+            whole = super().complete(request)
+            self.weight_version = 1
+            return whole
+
+    engine = Replaced(says(tiny_tokenizer, "yo"))
+    with agents_over([engine], tmp_path, tiny_tokenizer) as source:
+        batch = source.generate_samples(
+            prompts(tiny_tokenizer, [text]), settings(tiny_tokenizer), tag="step1"
+        )
+    assert len(engine.requests) == 4  # two turns, twice
+    assert {v for r in batch.rollouts for v in r.weight_versions.tolist()} == {1}
 
 
 def two_part_batch(tmp_path, tokenizer):
@@ -216,7 +249,7 @@ def test_turns_carry_the_versions_of_their_tokens(tmp_path, tiny_tokenizer):
             return replace(whole, weight_version=5, version_starts=((0, 4), (1, 5)))
 
     engine = Updated(says(tiny_tokenizer, "yo"))
-    with agents_over([engine], tmp_path, tiny_tokenizer) as source:
+    with agents_over([engine], tmp_path, tiny_tokenizer, may_mix=True) as source:
         stream = DrivenStream(source, settings(tiny_tokenizer))
         stream.submit([((0, 0), prompts(tiny_tokenizer, ["a"])[0])])
         [group] = fetch(stream, 1)

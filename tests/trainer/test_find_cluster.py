@@ -14,7 +14,7 @@ from ray._private import services
 
 from openrlhf.errors import ConfigError, MachineError
 from openrlhf.trainer.ray import launcher
-from openrlhf.trainer.ray.deaths import death_of_worker
+from openrlhf.trainer.ray.deaths import death_of_worker, latest_log, text_of
 from openrlhf.trainer.ray.launcher import find_cluster
 
 pytestmark = pytest.mark.timeout(30)
@@ -101,6 +101,13 @@ def test_a_dead_worker_is_named_with_pid_signal_and_last_lines(said, how, tmp_pa
     death = death_of_worker(EOF, "vllm-0", f"{tmp_path}/vllm-0")
     end = " | ".join(said.splitlines())
     assert str(death) == f"vllm-0 died: pid 719 {how}. The end of {tmp_path}/vllm-0.log: {end}"
+
+
+def test_a_log_that_is_gone_meanwhile_is_passed_over(tmp_path) -> None:
+    (tmp_path / "vllm-0.1.log").write_text("step 1\n")
+    (tmp_path / "vllm-0.2.log").symlink_to(tmp_path / "gone")
+    assert latest_log(f"{tmp_path}/vllm-0") == tmp_path / "vllm-0.1.log"
+    assert text_of(tmp_path / "vllm-0.2.log") == ""
 
 
 def test_a_worker_without_room_names_itself_and_what_ran_out(monkeypatch) -> None:

@@ -2,22 +2,37 @@
 end, every prompt trained on once.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from openrlhf.commands.replay import read_step
+from openrlhf.commands.train_rl import fit_and_export, init_models, phases_of
+from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
-from openrlhf.errors import LostRankError
+from openrlhf.errors import EngineError, LostRankError
+from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import start_forward
+from openrlhf.trainer.ray import launcher
+from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.workers.critic_and_frozen import ReferenceModelActor
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.callbacks import Callback
 from tests.helpers.rollouts import rollout
-from tests.trainer.fakes import FakeActor, World, make_trainer, staleness_histogram, steps_of
+from tests.trainer.fakes import (
+    EndsAt,
+    FakeActor,
+    World,
+    make_trainer,
+    staleness_histogram,
+    steps_of,
+)
 
 
 def lost(role: str) -> LostRankError:
@@ -33,10 +48,13 @@ class LosingActor(FakeActor):
     lost_in_updates: set[int] = field(default_factory=set)  # by the version before
     lost_in_saves: set[int] = field(default_factory=set)
     lost_in_loads: int = 0
+    poison: int | None = None  # the version before an update that always ends a rank
     num_starts: int = 0
 
     def start(self, method: Any, shares: Any) -> Any:
         self.lose(self.lost_in_updates)
+        if self.world.policy_version == self.poison:
+            raise lost("actor")
         return super().start(method, shares)
 
     def call(self, method: Any, *args: Any, **options: Any) -> Any:
@@ -48,6 +66,7 @@ class LosingActor(FakeActor):
                 self.lost_in_loads -= 1
                 raise lost("actor")
             self.world.policy_version = int(Path(args[0], "actor").read_text())
+            return [True]
         else:
             return super().call(method, *args, **options)
 
@@ -61,39 +80,47 @@ class LosingActor(FakeActor):
         self.world.policy_version = 0
 
 
+def losing_trainer(
+    world: World, folder: Path, *, save_steps: int, is_async: bool = False, **losses: Any
+) -> tuple[Any, LosingActor]:
+    """A trainer of eight steps whose actor loses its rank now and then."""
+    trainer, actor = make_trainer(world, num_prompts=32, is_async=is_async), LosingActor(world)
+    for name, value in losses.items():
+        setattr(actor, name, value)
+    trainer.groups["actor"], trainer.state.groups = actor, {"actor": actor}
+    ckpt = {"save_steps": save_steps, "path": str(folder), "best_metric_key": "none"}
+    config = PPOConfig.model_validate({"ckpt": ckpt}).ckpt
+    trainer.state.opened = RunCheckpoints(config, DataFacts("prompts", 32))
+    return trainer, actor
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("save_steps", [1, 3, -1])
 def test_every_step_is_made_once_though_ranks_are_lost(
     tmp_path: Path, save_steps: int, is_async: bool
 ) -> None:
     world = World()
-    trainer = make_trainer(world, num_prompts=32, is_async=is_async)
-    actor = LosingActor(world, lost_in_updates={1, 4, 6}, lost_in_saves={3})
-    actor.lost_in_loads = int(save_steps > 0)
-    trainer.groups["actor"] = actor
-    trainer.state.groups = {"actor": actor}
-    ckpt = {"save_steps": save_steps, "path": str(tmp_path), "best_metric_key": "none"}
-    config = PPOConfig.model_validate({"ckpt": ckpt}).ckpt
-    trainer.state.opened = RunCheckpoints(config, DataFacts("prompts", 32))
+    losses = {"lost_in_updates": {1, 4, 6}, "lost_in_saves": {3}}
+    losses["lost_in_loads"] = int(save_steps > 0)
+    trainer, actor = losing_trainer(
+        world, tmp_path, save_steps=save_steps, is_async=is_async, **losses
+    )
     trainer.fit()
     assert [step["step"] for step in steps_of(trainer)] == list(range(1, 9))
     ledger = trainer.sampler.ledger
     assert ledger.outcomes == {"trained": 32} and not ledger.pending
     assert world.policy_version == trainer.state.weight_version == 8
     assert sum(staleness_histogram(trainer).values()) in (0, 64)
+    found = [r["step"] for r in trainer.tracker.records() if "eval/eval_default_pass1" in r]
+    assert found == [0, 3, 6, 8] and trainer.state.evaluations[0]["step"] == 0
+    assert not list(trainer.inputs.run_dir.glob("dumps/*"))  # each went well the second time
     assert actor.num_starts == (3 if save_steps == -1 else 5)
     if save_steps == 1 and not is_async:  # only what a save lost is sampled anew
         assert len(world.submitted) == 32 + 4
 
 
 def test_a_run_that_was_to_end_behind_a_step_that_is_made_again_goes_on(tmp_path: Path) -> None:
-    world = World()
-    trainer = make_trainer(world, num_prompts=32)
-    actor = LosingActor(world, lost_in_saves={6})
-    trainer.groups["actor"], trainer.state.groups = actor, {"actor": actor}
-    ckpt = {"save_steps": 2, "path": str(tmp_path), "best_metric_key": "none"}
-    config = PPOConfig.model_validate({"ckpt": ckpt}).ckpt
-    trainer.state.opened = RunCheckpoints(config, DataFacts("prompts", 32))
+    trainer, _ = losing_trainer(World(), tmp_path, save_steps=2, is_async=True, lost_in_saves={6})
     ended: list[int] = []
 
     class EndOnce(Callback):
@@ -105,6 +132,105 @@ def test_a_run_that_was_to_end_behind_a_step_that_is_made_again_goes_on(tmp_path
     trainer.callbacks = [EndOnce()]
     trainer.fit()
     assert ended and trainer.state.global_step == 8
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_step_that_ends_a_rank_twice_in_the_same_way_is_kept_and_ends_the_run(
+    tmp_path: Path, is_async: bool
+) -> None:
+    trainer, actor = losing_trainer(
+        World(), tmp_path, save_steps=1, is_async=is_async, lost_in_updates={1}, poison=4
+    )
+    with pytest.raises(EngineError) as caught:
+        trainer.fit()
+    run_dir, said = trainer.inputs.run_dir, str(caught.value)
+    assert said.startswith("actor rank 0 of 1 died: pid 7 was killed by SIGKILL. Step 5 has ended")
+    assert said.endswith(f"It was kept: openrlhf replay {run_dir} --step 5")
+    assert caught.value.exit_code == 3 and actor.num_starts == 2
+    kept = read_step(run_dir, 5)
+    assert (kept.folder / "actor").read_text() == "4"  # the weights before the step
+    assert len(kept.rollouts) == 8 and kept.computed is None
+    assert kept.error == "actor rank  of  died: pid  was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("save_steps", "end", "exported"), [(3, 8, [8, 8]), (5, 5, [5, 5])])
+def test_a_rank_that_is_lost_in_the_last_export_does_not_end_the_run(
+    tmp_path: Path, save_steps: int, end: int, exported: list[int], is_async: bool
+) -> None:
+    trainer, actor = losing_trainer(World(), tmp_path, save_steps=save_steps, is_async=is_async)
+    trainer.callbacks = [EndsAt(end)]
+    done: list[int] = []
+
+    def export() -> None:
+        done.append(actor.world.policy_version)
+        if len(done) == 1:
+            raise lost("actor")
+
+    fit_and_export(trainer, export, 60.0)
+    assert done == exported and actor.num_starts == 1
+    assert [step["step"] for step in steps_of(trainer)] == list(range(1, end + 1))
+
+
+def test_a_rank_that_is_lost_while_the_first_models_load_is_started_again() -> None:
+    class Group:
+        num_shares = 1
+
+        def start(self, method: Any, shares: Any) -> Any:
+            def wait() -> list[int]:
+                raise lost("ref")
+
+            return wait
+
+        def start_again(self, why: LostRankError) -> int:
+            return 7_000_000
+
+    config = PPOConfig.model_validate({"actor": {"model_name_or_path": "m"}})
+    phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
+    assert init_models(config, {"ref": Group()}, [1], phases) == {"ref": 7_000_000}  # type: ignore[dict-item]
+
+
+def test_a_rank_that_hangs_while_its_model_loads_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    made: list[SimpleNamespace] = []
+
+    def make(*_: object) -> SimpleNamespace:
+        number = len(made)
+        calls = {
+            name: SimpleNamespace(remote=lambda *_, name=name: (number, name))
+            for name in ("endpoint", "join", "run")
+        }
+        made.append(SimpleNamespace(**calls))
+        return made[-1]
+
+    def wait(references: list[tuple[int, str]], timeout: float) -> tuple[list, list]:
+        if references[0] == (2, "run"):  # of the first start in place of the lost ones
+            assert timeout == 1800
+            return [], references
+        return references[:1], references[1:]
+
+    results = {"endpoint": ("host", 1), "join": "10.0.0.1", "run": 950}
+    monkeypatch.setattr(launcher, "start_actor", make)
+    monkeypatch.setattr(launcher, "wait_for_node", lambda *_: None)
+    monkeypatch.setattr(launcher.ray, "kill", lambda handle: None)
+    monkeypatch.setattr(launcher.ray, "wait", wait)
+    monkeypatch.setattr(launcher.ray, "get", lambda reference, timeout: results[reference[1]])
+    group = launcher.RayActorGroup(
+        TrainedWorker, PPOConfig(), [{}, {}], role="critic", run_dir="run", restarts=Restarts(3)
+    )
+    assert group.start_again() == 950 and not group.is_starting
+    assert len(made) == 6 and group.handles == made[4:]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "critic rank 0 of 2 on node 10.0.0.1 did not respond in 1800 s; critic is" in said
+    assert "restart 1 of 3" in said
+
+
+def test_a_new_engine_and_training_take_turns_on_devices_that_they_share() -> None:
+    for flags, has_turn in (("--colocate_all_models", True), ("", False)):
+        words = f"--pretrain m --prompt_data d --reward_pretrain r {flags}".split()
+        phases = phases_of(parse_config(PPOConfig, words).config, [])
+        assert isinstance(phases.turn, nullcontext) != has_turn
 
 
 @pytest.mark.parametrize("role", ["ref", "critic"])

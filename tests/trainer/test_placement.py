@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from openrlhf.config.cli import parse_config
+from openrlhf.config.generation import AgentsConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, EngineError, LostRankError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_utils.demands import (
     ClusterView,
@@ -138,6 +139,25 @@ def test_a_tensor_parallel_engine_leads_workers_on_shares_of_its_gpus(
     assert (engine["num_gpus"], told["VLLM_RAY_BUNDLE_INDICES"]) == (0, "0,1")
     # All roles of a GPU together ask for no more than that GPU.
     assert 0 < 2 * float(told["VLLM_RAY_PER_WORKER_GPUS"]) == 2 * share <= 1
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "said"),
+    [
+        ("CREATED", LostRankError, r"rank 0 did not start in 4 s \(--restart_timeout_s\)"),
+        ("RESCHEDULING", EngineError, r"no other had room for it in 6 s \(--node_wait_s\)"),
+    ],
+)
+def test_a_process_in_place_of_a_lost_one_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, state: str, error: type[Exception], said: str
+) -> None:
+    group = SimpleNamespace(placement_group="group")
+    monkeypatch.setattr(placement, "placement_group_table", lambda _: {"state": state})
+    monkeypatch.setattr(placement.ray, "wait", lambda references, timeout: ([], references))
+    actor = SimpleNamespace(health=SimpleNamespace(remote=lambda: "health"))
+    limits = AgentsConfig(restart_timeout_s=4, node_wait_s=6)
+    with pytest.raises(error, match=said):
+        placement.wait_for_node(actor, {"scheduling_strategy": group}, "rank 0", limits)
 
 
 class FakeSleeper:

@@ -128,6 +128,18 @@ def test_samples_too_far_behind_or_of_several_versions_are_refused(
             check(*versions)
 
 
+def test_an_episode_whose_parts_are_of_several_versions_is_refused() -> None:
+    trainer = make_trainer(World(), num_prompts=4, is_async=True)
+    trainer.state.weight_version = 4
+    parts = [
+        replace(part, episode_id="step1/1/0", weight_versions=torch.tensor([version]))
+        for part, version in zip(samples((0, 0), [1.0, 1.0], [0]), (3, 4), strict=True)
+    ]
+    trainer.check_versions(parts[:1])
+    with pytest.raises(EngineError, match=r"sample step1/1/0 was sampled under weights \[3, 4\]"):
+        trainer.check_versions(parts)
+
+
 class Ranks:
     """A group of three ranks, some of which see files below another root."""
 

@@ -1,12 +1,14 @@
 """New engines in place of lost ones: started, given the weights, then used; as often as allowed."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from openrlhf.errors import EngineError, LostEngineError
-from openrlhf.trainer.ray import restarts
+from openrlhf.trainer.ray import launcher, restarts
 from openrlhf.trainer.ray.recovery import EngineRecovery
 from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.vllm_engine import RayEngine
@@ -23,9 +25,11 @@ class Engine(RayEngine):
         return self
 
     def restart(self) -> None:
-        self.may_start.wait(10)
         self.handle, self.num_starts = object(), self.num_starts + 1
         self.events.append("started")
+
+    def ready_again(self) -> None:
+        self.may_start.wait(10)
         if self.num_failures > 0:
             self.num_failures -= 1
             raise LostEngineError("vllm-0 died: pid 8 was killed by SIGKILL")
@@ -112,3 +116,41 @@ def test_nothing_is_started_once_the_run_ends() -> None:
     started_again.close()
     engine.lose(DEAD)
     assert events == ["killed"]
+
+
+def test_an_engine_that_starts_while_the_run_ends_is_ended_and_asked_no_more() -> None:
+    engine, events, started_again = started(num_failures=1)
+    engine.may_start.clear()
+    engine.lose(DEAD)
+    wait_until(lambda: "started" in events)
+    kill, engine.kill = engine.kill, lambda: (kill(), engine.may_start.set())  # type: ignore[method-assign, func-returns-value]
+    started_again.close()
+    assert events == ["killed", "started", "killed"] and not started_again._threads[0].is_alive()
+    with pytest.raises(EngineError, match="ended with the run"):
+        _ = engine.is_up
+
+
+def test_an_engine_that_waits_for_room_while_the_run_ends_is_not_started() -> None:
+    engine, events, started_again = started()
+    room = threading.Lock()
+    started_again.prepare(room, lambda engine: None)
+    room.acquire()
+    engine.lose(DEAD)
+    wait_until(lambda: bool(events))
+    threading.Timer(0.2, room.release).start()
+    started_again.close()
+    assert events == ["killed", "killed"] and not started_again._threads[0].is_alive()
+
+
+def test_an_engine_that_hangs_while_it_loads_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(reference: object, timeout: float) -> None:
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(launcher.ray, "get", get)
+    placed: list[object] = []
+    ready = SimpleNamespace(remote=lambda method: method)
+    engine = RayEngine("vllm-0", place=placed.append, restart_timeout_s=900.0)
+    engine.handle = SimpleNamespace(run=ready)
+    with pytest.raises(LostEngineError, match="vllm-0 did not respond in 900 s"):
+        engine.ready_again()
+    assert placed == [engine.handle]

@@ -40,6 +40,17 @@ def test_resume_drops_the_steps_after_the_checkpoint_and_torn_lines(tmp_path):
     assert [(r["step"], r["reward"]) for r in records] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_what_came_after_the_checkpoint_of_its_step_is_replaced(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step, values in ((3, {"reward": 1}), (3, {"eval/x": 1}), (4, {"reward": 2})):
+        tracker.log(step, values)
+    tracker.rewind(3)
+    for step, values in ((3, {"eval/x": 5}), (4, {"reward": 6}), (4, {"eval/x": 7})):
+        tracker.log(step, values)
+    found = [(r["step"], r.get("reward"), r.get("eval/x")) for r in tracker.records()]
+    assert found == [(3, 1, None), (3, None, 5), (4, 6, None), (4, None, 7)]
+
+
 def test_resume_drops_the_samples_after_the_checkpoint(tmp_path):
     for step in (2, 3):
         for kind in ("step", "eval_step"):

@@ -61,6 +61,7 @@ class AgentSetup:
     step_timeout_s: float = 300.0  # of one call of the environment
     episode_timeout_s: float = 3600.0  # of all turns together, generation included
     image_processor: ImageProcessor | None = None  # of a policy that sees images
+    may_mix: bool = False  # whether weights may change under an episode
 
 
 @dataclass(frozen=True)

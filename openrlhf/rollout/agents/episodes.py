@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.engines.base import Completion, GenerationRequest
-from openrlhf.errors import EngineError
+from openrlhf.errors import EngineError, LostRankError
 from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult, Segment
 from openrlhf.rollout.agents.worker import serve
 from openrlhf.rollout.engine_pool import Dispatcher, Sampler
@@ -101,6 +101,7 @@ class AgentWorker:
         self._process: WorkerProcess | None = None
         self._acting: set[str] = set()  # sample ids
         self._turns: dict[asyncio.Future[object], str] = {}  # that are sampled -> sample id
+        self._lost: dict[str, LostRankError] = {}  # by sample id: what ended a turn of it
 
     async def process(self) -> WorkerProcess:
         """Return the process, a new one where the last has ended; raises ConfigError."""
@@ -152,7 +153,10 @@ class AgentWorker:
             if error.kind == "blocked":
                 process.kill(ConnectionError("was replaced"))
             raise
+        except EngineError as error:  # it has passed through the process, which knows no roles
+            raise self._lost.get(sample_id, error) from error
         finally:
+            self._lost.pop(sample_id, None)
             self._acting.remove(sample_id)
             # Turns of no episode that is known may be anybody's, as long as there is one.
             over = [t for t, owner in self._turns.items() if owner == sample_id or not self._acting]
@@ -173,6 +177,9 @@ class AgentWorker:
         self._turns[turn] = sample_id
         try:
             return (await turn)[0]
+        except LostRankError as error:
+            self._lost[sample_id] = error
+            raise
         finally:
             del self._turns[turn]
 
@@ -193,6 +200,7 @@ class AgentEpisodes:
     ) -> None:
         self.tokenizer = setup.tokenizer
         self.policy = policy
+        self.may_mix = setup.may_mix
         engines = Dispatcher(samplers)
         self.workers = [AgentWorker(setup, engines.at(k)) for k in range(len(samplers))]
 
@@ -237,9 +245,10 @@ class AgentEpisodes:
         Raises AgentError when the last try has failed, EngineError where the engine failed.
         """
         for num_tries in itertools.count(1):
-            worker = min(self.workers, key=lambda worker: worker.num_episodes)
             try:
-                result = await worker.run(request)
+                result = await self._of_one_version(request)
+            except LostRankError:
+                raise
             except EngineError as error:
                 raise EngineError(f"sample {request.sample_id}: {error}") from error
             except AgentError as error:
@@ -251,6 +260,18 @@ class AgentEpisodes:
                 add_metrics(result, metrics)
                 return result
         raise AssertionError("unreachable")
+
+    async def _of_one_version(self, request: EpisodeRequest) -> EpisodeResult:
+        """Return the result of an episode, which begins anew if its engine was replaced by one that
+        has later weights.
+        """
+        for _ in range(1 + MAX_RESTARTS):
+            worker = min(self.workers, key=lambda worker: worker.num_episodes)
+            result = await worker.run(request)
+            versions = {v for segment in result.segments for v in segment.weight_versions}
+            if self.may_mix or len(versions) <= 1:
+                break
+        return result
 
     def rollouts_of(
         self, prompt: PromptRecord, sample_id: str, result: EpisodeResult, group_id: int
@@ -325,4 +346,5 @@ def agent_setup(
         step_timeout_s=config.reward.timeout_s,
         episode_timeout_s=config.train.agent_timeout_s,
         image_processor=image_processor,
+        may_mix=config.mixes_versions,
     )

@@ -42,9 +42,9 @@ class WorkerGroup:
         """Call `method` with the same arguments on every rank; return the results, by rank."""
         return self.start(method, [args])()
 
-    def start_again(self, why: LostRankError | None = None) -> None:
-        """Start all ranks again with the model that they began with, `why` if one was lost; raise
-        EngineError where that is not to be.
+    def start_again(self, why: LostRankError | None = None) -> int:
+        """Start all ranks again with the model that they began with, `why` if one was lost; return
+        its parameter count. Raise EngineError where that is not to be.
         """
         raise AssertionError("ranks in this process are lost with it")
 

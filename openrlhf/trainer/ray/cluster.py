@@ -64,9 +64,8 @@ def ray_cluster(
                 config, dtype=dtype, resume_step=resume_step, executor=executor
             )
             processor = policy_processor(config)
-            wait_s = config.train.node_wait_s
             engines = create_vllm_engines(
-                settings, slots["vllm"], processor, run_dir=run_dir, node_wait_s=wait_s
+                settings, slots["vllm"], processor, run_dir=run_dir, limits=config.train
             )
         for group in groups.values():
             at_the_end(group.kill)

@@ -2,6 +2,7 @@
 
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -74,7 +75,7 @@ def death_of_worker(text: str, who: str, log: str) -> str:
     """
     pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
     file = latest_log(log)
-    said = file.read_text(errors="replace") if file else ""
+    said = text_of(file)
     crash = re.search(r"^Fatal Python error: (.+?)$", said, re.MULTILINE)
     code = re.search(r"exit code (\d+)", text)
     if crash:
@@ -93,17 +94,23 @@ def death_of_worker(text: str, who: str, log: str) -> str:
 
 def latest_log(log: str) -> Path | None:
     """Return the log that was written to last of those whose names begin so."""
-    found = Path(log).parent.glob(f"{Path(log).name}.*log")
-    return max(found, key=lambda file: file.stat().st_mtime, default=None)
+    written: dict[Path, float] = {}
+    for file in Path(log).parent.glob(f"{Path(log).name}.*log"):
+        with suppress(OSError):  # it is gone meanwhile
+            written[file] = file.stat().st_mtime
+    return max(written, key=written.__getitem__, default=None)
+
+
+def text_of(path: Path | None) -> str:
+    """Return the text of a log; empty without one."""
+    try:
+        return path.read_text(errors="replace") if path else ""
+    except OSError:
+        return ""
 
 
 def last_lines(path: Path | None) -> str:
     """Return the end of a log as the end of a sentence; empty without any."""
-    if path is None:
-        return ""
-    try:
-        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
-    except OSError:
-        return ""
+    lines = [line.strip() for line in text_of(path).splitlines()]
     told = " | ".join([line for line in lines if line and not NOISE.match(line)][-NUM_LINES:])
     return f". The end of {path}: {told}" if told else ""

@@ -23,7 +23,6 @@ from ray._private.authentication.authentication_token_setup import (
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.errors import (
     ConfigError,
-    EngineError,
     LostEngineError,
     LostRankError,
     MachineError,
@@ -225,7 +224,7 @@ def get(
     """Wait for a Ray result; errors come back as what was raised, naming the worker, whose logs
     begin with `log`.
 
-    Raises `lost` when the worker died, EngineError when it did not return in `timeout_s` seconds.
+    Raises `lost` when the worker died, or did not return in `timeout_s` seconds.
     """
     try:
         return ray.get(reference, timeout=timeout_s)
@@ -238,7 +237,7 @@ def get(
             raise MachineError(f"{who}: {fault}") from error
         raise OpenRLHFError(f"{who}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.GetTimeoutError as error:
-        raise EngineError(f"{who} did not respond in {timeout_s:.0f} s") from error
+        raise lost(f"{who} did not respond in {timeout_s:g} s") from error
     except ray.exceptions.RayError as error:  # of the actor, its node, or memory
         raise lost(death_of_worker(str(error).strip(), who, log)) from error
 
@@ -260,7 +259,7 @@ class RayActorGroup(WorkerGroup):
         self.restarts = restarts or Restarts(0)
         self.is_starting = False  # again
         self.ended: dict[int, str] = {}  # why ranks were ended, of these actors
-        self._slots, self._node_wait_s = slots, config.train.node_wait_s
+        self._slots, self._limits = slots, config.train
         self._submitting = threading.Lock()  # all ranks have their calls in one order
         self.logs = f"{run_dir}/logs/{role}-"
         self.ranks_per_share = config.ds.ranks_per_share
@@ -275,7 +274,7 @@ class RayActorGroup(WorkerGroup):
         ]
         self.handles = [make() for make in self._make]
 
-    def start_again(self, why: LostRankError | None = None) -> None:
+    def start_again(self, why: LostRankError | None = None) -> int:
         lost = why
         while True:
             if lost is not None:
@@ -288,14 +287,16 @@ class RayActorGroup(WorkerGroup):
             self.handles = [make() for make in self._make]
             try:
                 for rank, handle in enumerate(self.handles):
-                    wait_for_node(handle, self._slots[rank], self.who(rank), self._node_wait_s)
-                self.join()
-                self._wait(self._submit("init_model", [self.model_args] * len(self.handles)))
+                    wait_for_node(handle, self._slots[rank], self.who(rank), self._limits)
+                limit_s = self._limits.restart_timeout_s
+                self.join(limit_s)
+                loading = self._submit("init_model", [self.model_args] * len(self.handles))
+                size = int(self._wait(loading, limit_s)[0])
             except LostRankError as error:
                 lost = error
             else:
                 self.is_starting = False
-                return
+                return size
 
     def kill(self) -> None:
         """End all ranks."""
@@ -310,11 +311,11 @@ class RayActorGroup(WorkerGroup):
             self.ended[rank] = why
             ray.kill(handle)
 
-    def join(self) -> None:
+    def join(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Wait until all ranks are up and have met."""
-        reference = self.handles[0].endpoint.remote()
-        endpoint = get(reference, self.who(0), CALL_TIMEOUT_S, log=f"{self.logs}0")
-        self.nodes = self._wait([handle.join.remote(*endpoint) for handle in self.handles])
+        [endpoint] = self._wait([self.handles[0].endpoint.remote()], timeout_s)
+        joining = [handle.join.remote(*endpoint) for handle in self.handles]
+        self.nodes = self._wait(joining, timeout_s)
 
     def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:
         objects = []
@@ -334,19 +335,22 @@ class RayActorGroup(WorkerGroup):
                 for handle, own in zip(self.handles, args, strict=True)
             ]
 
-    def _wait(self, references: Sequence[Any]) -> list[Any]:
+    def _wait(self, references: Sequence[Any], timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
         """Return all results, or raise the first error, whichever rank it is on: its peers hang in
-        a collective.
+        a collective. LostRankError if `timeout_s` seconds bring none.
         """
         results: dict[Any, Any] = {}
         waiting = list(references)
         while waiting:
-            done, waiting = ray.wait(waiting, timeout=CALL_TIMEOUT_S)
-            for reference in done or waiting:
-                rank, limit_s = references.index(reference), CALL_TIMEOUT_S if done else 0.0
+            done, waiting = ray.wait(waiting, timeout=timeout_s)
+            if not done:
+                late = self.who(references.index(waiting[0]))
+                raise self._loss(f"{late} did not respond in {timeout_s:g} s")
+            for reference in done:
+                rank = references.index(reference)
                 log = f"{self.logs}{rank}"
                 try:
-                    results[reference] = get(reference, self.who(rank), limit_s, log=log)
+                    results[reference] = get(reference, self.who(rank), timeout_s, log=log)
                 except OpenRLHFError as error:
                     lost = self._lost_rank(references, rank, error)
                     if lost is None:
@@ -374,7 +378,10 @@ class RayActorGroup(WorkerGroup):
                     continue
             else:
                 return None
-        lost = LostRankError(self.ended.get(rank, str(error)))
+        return self._loss(self.ended.get(rank, str(error)))
+
+    def _loss(self, why: str) -> LostRankError:
+        lost = LostRankError(why)
         lost.role = self.role
         return lost
 

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf.errors import OpenRLHFError
@@ -76,7 +77,8 @@ def cluster_findings(
         return
     with ray_session():
         nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
-        probes = {address: probe_on(node) for address, node in nodes.items()}
+        busy = busy_finding(nodes, available_resources_per_node())
+        probes = {a: probe_on(node, with_gpu=busy is None) for a, node in nodes.items()}
         asks = {address: ask_of(address, probe) for address, probe in probes.items()}
         own = make_report()
         for address, node in nodes.items():
@@ -87,6 +89,8 @@ def cluster_findings(
                 del asks[address], probes[address]
             else:
                 yield from node_findings(address, node["Resources"], report, own.versions)
+        if busy is not None:
+            yield busy
         yield from clock_findings(asks)
         yield from shared_findings(asks, folders)
         if len(probes) > 1:
@@ -103,10 +107,25 @@ def ask_of(address: str, probe: Any) -> Ask:
     return ask
 
 
-def probe_on(node: dict[str, Any]) -> Any:
+def busy_finding(
+    nodes: Mapping[str, dict[str, Any]], free: Mapping[str, Mapping[str, float]]
+) -> Finding | None:
+    """Return the nodes whose GPUs are all in use; a probe that asked for one would wait for it."""
+    busy = [
+        address
+        for address, node in nodes.items()
+        if node["Resources"].get("GPU", 0) and free.get(node["NodeID"], {}).get("GPU", 0) < 1
+    ]
+    if not busy:
+        return None
+    seen = f"all in use on {', '.join(busy)}: the network is measured between CPUs"
+    return Finding("GPUs", seen)
+
+
+def probe_on(node: dict[str, Any], *, with_gpu: bool) -> Any:
     """Start a probe on a node, with a GPU where it has one."""
     where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    num_gpus = min(node["Resources"].get("GPU", 0), 1)
+    num_gpus = min(node["Resources"].get("GPU", 0), 1) * with_gpu
     options = {"num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": where}
     return start_actor(NodeProbe, (), options)
 

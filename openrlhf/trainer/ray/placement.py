@@ -14,7 +14,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf.errors import ConfigError, EngineError
+from openrlhf.config.generation import AgentsConfig
+from openrlhf.errors import ConfigError, EngineError, LostEngineError, LostRankError
 from openrlhf.trainer.ppo_utils.demands import (
     ClusterView,
     RoleDemand,
@@ -112,20 +113,32 @@ def place(
     return slots, list(groups.values())
 
 
-def wait_for_node(handle: Any, slot: Mapping[str, Any], who: str, wait_s: float) -> None:
+def wait_for_node(
+    handle: Any,
+    slot: Mapping[str, Any],
+    who: str,
+    limits: AgentsConfig,
+    *,
+    lost: type[LostEngineError | LostRankError] = LostRankError,
+) -> None:
     """Wait until a new actor is up. If the node of its slot is gone, Ray moves the slot to another
-    one; raise EngineError if none has room for `wait_s` seconds.
+    one; raise EngineError if none has room for `node_wait_s` seconds, `lost` if the node is there
+    and the process is not up in `restart_timeout_s`.
     """
     group, reference = slot["scheduling_strategy"].placement_group, handle.health.remote()
-    quiet = Quiet()
+    quiet, placed_s = Quiet(), 0.0
     while not ray.wait([reference], timeout=LOOK_EVERY_S)[0]:
         if placement_group_table(group)["state"] == "CREATED":
             quiet.reset()
+            placed_s += LOOK_EVERY_S
         elif quiet.add(LOOK_EVERY_S):
             warn(f"{who} has waited {quiet.seconds:.0f} s for a node: the one it was on is gone.")
-        if quiet.seconds >= wait_s:
+        if placed_s >= limits.restart_timeout_s:
+            raise lost(f"{who} did not start in {placed_s:.0f} s (--restart_timeout_s)")
+        if quiet.seconds >= limits.node_wait_s:
             raise EngineError(
-                f"{who} was on a node that is gone, and no other had room for it in {wait_s:g} s "
+                f"{who} was on a node that is gone, and no other had room for it in "
+                f"{limits.node_wait_s:g} s "
                 "(--node_wait_s). Start one, or go on with fewer ranks: type fewer, and "
                 "--load_checkpoint --use_ds_universal_ckpt."
             )

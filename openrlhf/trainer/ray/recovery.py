@@ -47,10 +47,11 @@ class EngineRecovery:
         self._threads.append(start_thread(f"new {engine.name}", replace, engine.give_up))
 
     def close(self) -> None:
-        """Replace none any more."""
+        """End all engines; replace none any more."""
         with self._lock:
             self._is_closed = True
         for engine in self._engines:
+            engine.give_up(EngineError("engines are ended with the run"))
             engine.kill()
         for thread in self._threads:
             thread.join(CLOSE_S)
@@ -62,7 +63,11 @@ class EngineRecovery:
             warn(f"{why}; a new one starts in its place: {self._restarts.note('vllm', why)}.")
             try:
                 with self._room:
-                    engine.restart()
+                    with self._lock:  # `close` kills all that are started
+                        if self._is_closed:
+                            return
+                        engine.restart()
+                    engine.ready_again()
                     has_weights = self._update_weights(engine)
                 while not (has_weights or self._is_closed):
                     time.sleep(RETRY_S)  # until the trainer is started again

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from openrlhf.config.generation import AgentsConfig
 from openrlhf.engines.base import Completion, GenerationRequest, Result, WeightBucket
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
 from openrlhf.errors import LostEngineError, LostRankError
@@ -69,6 +70,9 @@ class RayEngine:
     num_starts: int = 0
     # Return a new actor, given how many there were.
     make: Callable[[int], Any] | None = field(default=None, compare=False)
+    # Wait until a new actor in place of a lost one has a node and a process.
+    place: Callable[[Any], None] | None = field(default=None, compare=False)
+    restart_timeout_s: float = field(default=CALL_TIMEOUT_S, compare=False)
     handle: Any = field(default=None, compare=False)
     node: str = field(default="", compare=False)  # address of its node; empty until it is up
     is_lost: bool = field(default=False, compare=False)
@@ -81,7 +85,7 @@ class RayEngine:
     _failure: BaseException | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"make": None, "on_lost": None, "waits_for": None}
+        return vars(self) | {"make": None, "place": None, "on_lost": None, "waits_for": None}
 
     @property
     def who(self) -> str:
@@ -101,15 +105,24 @@ class RayEngine:
         self.handle = self.make(self.num_starts)
         self.num_starts += 1
 
-    def ready(self) -> None:
+    def ready(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Wait until the engine is up."""
-        self.node = self.call(LLMRayActor.ready)
+        actor = self.handle
+        reference = actor.run.remote(LLMRayActor.ready.__name__)
+        self.node = self._result(reference, timeout_s, actor=actor)
 
     def restart(self) -> None:
-        """Start another actor in place of this one, and wait until it is up."""
+        """Start another actor in place of this one; `ready_again` waits until it is up."""
         self.kill()
         self.start()
-        self.ready()
+
+    def ready_again(self) -> None:
+        """Wait until an actor in place of a lost one is up; raise LostEngineError if that takes too
+        long.
+        """
+        assert self.place is not None
+        self.place(self.handle)
+        self.ready(self.restart_timeout_s)
 
     def kill(self) -> None:
         """End the actor."""
@@ -165,25 +178,28 @@ def create_vllm_engines(
     processor: ImageProcessor | None = None,
     *,
     run_dir: str,
-    node_wait_s: float = 0.0,
+    limits: AgentsConfig | None = None,
 ) -> list[RayEngine]:
-    """Start one engine actor a slot; `ready` waits until it is up.
+    """Start one engine actor a slot; `ready` waits until it is up. `limits` are those of an actor
+    in place of a lost one.
 
     Engine k draws its random numbers from the seed of the settings plus k; one in place of another
     from a seed of its own.
     """
+    limits = limits or AgentsConfig()
 
     def engine_of(index: int, slot: dict[str, Any]) -> RayEngine:
         name, options = f"vllm-{index}", slot | {"max_concurrency": MAX_CONCURRENT_CALLS}
 
         def make(num_starts: int) -> Any:
             own = dict(settings, seed=settings["seed"] + index + len(slots) * num_starts)
-            handle = start_actor(LLMRayActor, (own, processor, name, run_dir), options)
-            if num_starts > 0:
-                wait_for_node(handle, slot, name, node_wait_s)
-            return handle
+            return start_actor(LLMRayActor, (own, processor, name, run_dir), options)
 
-        return RayEngine(name, f"{run_dir}/logs/{name}", make=make)
+        def place(handle: Any) -> None:
+            wait_for_node(handle, slot, name, limits, lost=LostEngineError)
+
+        log, limit_s = f"{run_dir}/logs/{name}", limits.restart_timeout_s
+        return RayEngine(name, log, make=make, place=place, restart_timeout_s=limit_s)
 
     engines = [engine_of(index, slot) for index, slot in enumerate(slots)]
     for engine in engines:
