@@ -493,9 +493,10 @@ class PPOTrainer:
         for name, (oldest, newest) in spans.items():
             is_mixed = oldest < newest and not train.partial_rollout_enable
             if is_mixed or newest > now or now - oldest > limit:
+                versions = sorted({oldest, newest})
                 raise EngineError(
-                    f"sample {name} was sampled under weights {sorted({oldest, newest})}, the policy "
-                    f"is at {now}, and {limit} behind is allowed"
+                    f"sample {name} was sampled under weights {versions}, the policy is at {now}, "
+                    f"and {limit} behind is allowed"
                 )
 
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
