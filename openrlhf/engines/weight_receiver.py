@@ -58,8 +58,8 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         device = self.device if init_info["device_type"] == "cuda" else torch.device("cpu")
         own_rank = init_info["rank_offset"] + self.parallel_config.rank
         host, port, world_size = (init_info[name] for name in ("host", "port", "world_size"))
-        group = Broadcasts(host, port, rank=own_rank, world_size=world_size)
         with self._noting_problem():
+            group = Broadcasts(host, port, rank=own_rank, world_size=world_size)
             self.reader.join(group.join(device), device)
 
     def start_weight_update(self) -> None:

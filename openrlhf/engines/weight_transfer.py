@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from openrlhf.utils.rendezvous import open_store
 from openrlhf.utils.tensors import tensors_in
 
 GROUP_TIMEOUT = timedelta(seconds=600)
+CONNECT_TIMEOUT = timedelta(seconds=10)  # to who serves the store, who does so before others come
 LOOK_EVERY_S = 0.5  # whether a broadcast that lasts was broken off
 BROKEN_OFF = "broken_off"  # the key of the store that says so
 HERE = "here/"  # those of the members that have come
@@ -105,6 +107,15 @@ def synchronize(device: torch.device) -> None:
     torch.get_device_module(device).synchronize(device)
 
 
+@contextmanager
+def telling_of_peers() -> Iterator[None]:
+    """Raise EngineError for what torch says of a peer that is dead."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineError(f"the broadcast of weights failed: {first_line(error)}") from error
+
+
 class Broadcasts:
     """The trainer's rank 0 and the workers of all engines. Meeting and broadcasts can be left by
     every member: one that is dead or stopped would hold the others until the timeout of the group.
@@ -113,36 +124,38 @@ class Broadcasts:
     _left: ClassVar[list[object]] = []  # the end of a group waits for its broadcasts
 
     def __init__(self, host: str, port: int, *, rank: int, world_size: int) -> None:
-        """Open the store at an address, which rank 0 serves."""
+        """Open the store at an address, which rank 0 serves; raise EngineError if it is dead."""
         self._rank, self._world_size = rank, world_size
-        self._store = open_store(
-            host, port, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT, waits=False
-        )
+        with telling_of_peers():
+            self._store = open_store(
+                host, port, rank=rank, world_size=world_size, timeout=CONNECT_TIMEOUT, waits=False
+            )
+        self._store.set_timeout(GROUP_TIMEOUT)
 
     def join(self, device: torch.device) -> "Broadcasts":
         """Form the group once all are there; raise EngineError if that is broken off."""
-        self._store.set(f"{HERE}{self._rank}", "")
         everyone = [f"{HERE}{rank}" for rank in range(self._world_size)]
-        self._until(lambda: self._store.check(everyone))
         make = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
         store = dist.PrefixStore("weights", self._store)
-        self._group = make(store, self._rank, self._world_size, GROUP_TIMEOUT)
+        with telling_of_peers():
+            self._store.set(f"{HERE}{self._rank}", "")
+            self._until(lambda: self._store.check(everyone))
+            self._group = make(store, self._rank, self._world_size, GROUP_TIMEOUT)
         return self
 
     def broadcast(self, data: Tensor) -> None:
         """Send the bytes of rank 0 to all members; raise EngineError if that is broken off."""
         work = self._group.broadcast(data, 0)
         try:
-            self._until(work.is_completed)
-            work.wait()
+            with telling_of_peers():
+                self._until(work.is_completed)
+                work.wait()
         except EngineError:
             if data.is_cuda:
                 self._group.abort()  # what waits in the device's queue would hold all that follows
-            else:  # gloo cannot, but its thread waits alone
+            elif not work.is_completed():  # gloo cannot, but its thread waits alone
                 self._left.append((self._group, work, data))
             raise
-        except RuntimeError as error:
-            raise EngineError(f"the broadcast of weights failed: {first_line(error)}") from error
 
     def break_off(self) -> None:
         """Have all members leave; no broadcast follows."""

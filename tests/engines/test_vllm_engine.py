@@ -17,6 +17,7 @@ from openrlhf.engines.base import Completion
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_receiver import report_full_logprobs
 from openrlhf.errors import EngineError, LostEngineError, WeightSyncError
+from openrlhf.trainer.workers.weight_sync import BroadcastTransport
 from openrlhf.utils.tensors import fingerprint
 from tests.distributed.spawn import run_ranks
 from tests.engines.helpers import (
@@ -34,6 +35,7 @@ from tests.engines.helpers import (
     start,
     weights,
 )
+from tests.gpu.engines import endpoint
 from tests.tiny import make_tokenizer
 
 LONG_PROMPT = tuple(6 + k % 250 for k in range(200))  # more than one block of the cache
@@ -194,6 +196,27 @@ def test_a_transfer_that_is_broken_off_does_not_end_the_engine(engine, model):
     del reader.read
     send(engine, weights(model), 0)
     assert engine_greedy(engine) == greedy(model)
+
+
+@pytest.mark.slow
+def test_a_sync_that_is_broken_off_does_not_end_an_engine_of_two_workers(tiny_model_dir):
+    class BrokenOff(BroadcastTransport):
+        """Another engine dies while a bucket is sent."""
+
+        def start_sending(self, data: torch.Tensor) -> dict[int, Future[Any]]:
+            self.break_off()
+            return {}
+
+    engine, trained = start(tiny_model_dir, tensor_parallel_size=2), load(tiny_model_dir)
+    shake(trained, 1)
+    more: dict[str, Any] = {"workers_per_engine": 2, "endpoint": endpoint}
+    broken = BrokenOff(torch.device("cpu"), [engine], **more)
+    broken.send(weights(trained), 1)
+    assert [failure.is_lost for failure in broken.failed.values()] == [False]
+    whole = BroadcastTransport(torch.device("cpu"), [engine], **more)
+    whole.send(weights(trained), 1)
+    assert not whole.failed and engine_greedy(engine) == greedy(trained)
+    engine.shutdown()
 
 
 def test_an_engine_starts_where_a_trainer_of_this_process_has_closed_its_groups(tiny_model_dir):

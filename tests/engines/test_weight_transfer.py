@@ -1,6 +1,9 @@
 """Buckets reach other processes of the node by a handle, and any process by a broadcast."""
 
 import multiprocessing
+import socket
+import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import pytest
@@ -8,7 +11,9 @@ import torch
 import transformers
 
 from openrlhf.distributed.weights import total_bytes
+from openrlhf.engines import weight_transfer
 from openrlhf.engines.weight_transfer import Broadcasts, BucketReader
+from openrlhf.errors import EngineError
 from openrlhf.trainer.workers.weight_sync import HandleTransport, WeightTransport
 from openrlhf.utils.tensors import fingerprint
 from tests.gpu.engines import endpoint
@@ -59,6 +64,35 @@ def test_another_process_reads_what_was_written(way):
     ours.send(None)
     process.join(20)
     assert process.exitcode == 0
+
+
+def serve_store(port: int) -> None:
+    """In a process of its own: serve the store of a group, until it is killed."""
+    _ = Broadcasts("127.0.0.1", port, rank=0, world_size=3)
+    time.sleep(60)
+
+
+def test_a_trainer_that_dies_while_engines_join_holds_none_of_them(monkeypatch):
+    monkeypatch.setattr(weight_transfer, "CONNECT_TIMEOUT", timedelta(seconds=2))
+    _, port = endpoint()
+    process = multiprocessing.get_context("spawn").Process(target=serve_store, args=(port,))
+    process.start()
+    while not is_served(port):
+        time.sleep(0.05)
+    group = Broadcasts("127.0.0.1", port, rank=1, world_size=3)
+    process.kill()
+    process.join()
+    started_at = time.monotonic()
+    with pytest.raises(EngineError, match="the broadcast of weights failed: "):
+        group.join(CPU)
+    with pytest.raises(EngineError, match="the broadcast of weights failed: "):  # told too late
+        Broadcasts("127.0.0.1", port, rank=2, world_size=3)
+    assert time.monotonic() - started_at < 10
+
+
+def is_served(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Unread(WeightTransport):

@@ -73,8 +73,10 @@ class Faults:
             print(f"{what}: {how.name} of {title} in {phase}: {self.seconds[step]:.1f} s")
 
 
-def hook(patch: pytest.MonkeyPatch, kind: type, name: str, **calls: Callable[..., None]) -> None:
-    """Have a method call `before` and `after` with its object."""
+def hook(patch: pytest.MonkeyPatch, kind: Any, name: str, **calls: Callable[..., None]) -> None:
+    """Have a method call `before` and `after` with its object, or a function of a module with its
+    first argument.
+    """
     method = getattr(kind, name)
 
     def run(self: Any, *args: Any, **named: Any) -> Any:

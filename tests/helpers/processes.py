@@ -74,10 +74,10 @@ def saved_step(error: str, root: Path) -> int:
     return int(found[1])
 
 
-def workers(title: str) -> list[psutil.Process]:
-    """The living Ray workers of a class."""
+def workers(title: str, *, of: int | None = None) -> list[psutil.Process]:
+    """The living Ray workers of a class, which this process or that one has started."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process(of).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # ended meanwhile
             if " ".join(process.cmdline()).startswith(f"ray::{title}"):
                 found.append(process)

@@ -89,14 +89,16 @@ import sys
 
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group
 
 from openrlhf.cli import doctor
 
 node = {"object_store_memory": 80_000_000, "num_cpus": 1}
 head = node | {"include_dashboard": False, "node_ip_address": "127.0.0.2"}
 cluster = Cluster(initialize_head=True, head_node_args=head)
-cluster.add_node(**node, num_gpus=0, node_ip_address="127.0.0.3")
+cluster.add_node(**node, num_gpus=1, node_ip_address="127.0.0.3")
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+ray.get(placement_group([{"GPU": 1}]).ready())  # another job has it
 try:
     doctor.main(sys.argv[1:])
 finally:
@@ -109,11 +111,12 @@ def test_the_doctor_asks_every_node_and_measures_the_network(tmp_path: Path) -> 
     unwanted = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
     inherited = {k: v for k, v in os.environ.items() if k not in unwanted}
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
-        env = inherited | CALLER | {"RAY_TMPDIR": folder}
+        env = inherited | CALLER | {"RAY_TMPDIR": folder, "HOME": folder}  # no token
         command = [sys.executable, "-c", DOCTOR, "--folders", str(tmp_path)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert "127.0.0.2: 0 GPUs, 1 CPUs" in done.stdout, done.stderr
-    assert "127.0.0.3: 0 GPUs, 1 CPUs" in done.stdout
+    assert "127.0.0.3 GPUs: Ray gives out 1, 0 in /dev" in done.stderr  # a pretended one
+    assert "all in use on 127.0.0.3: the network is measured between CPUs" in done.stdout
     assert f"{tmp_path} is the same on 2 node(s)" in done.stdout
     assert "all-reduce of 2 nodes: " in done.stdout
 

@@ -21,6 +21,7 @@ from tests.helpers.processes import (
     saved_step,
     started,
     wait_for_a_step,
+    workers,
 )
 from tests.integration.commands import argv, steps_of
 from tests.tiny import write_jsonl
@@ -95,6 +96,23 @@ def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
     )
     steps = [record["step"] for record in steps_of(run)]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= step
+
+
+def test_ctrl_c_while_an_engine_starts_saves_without_waiting_for_it(
+    given: dict, tmp_path: Path
+) -> None:
+    flags = FLAGS.format(episodes=2000) + "--vllm_num_engines 1 --colocate_all_models"
+    words = argv(flags, **given, train_batch_size="16", ckpt_path=tmp_path / "ckpt")
+    with started([sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *words]) as process:
+        wait_for_a_step(tmp_path / "run", process)
+        [engine] = workers("LLMRayActor", of=process.pid)
+        engine.kill()
+        time.sleep(3)  # another one imports vLLM, and holds the turn of the devices
+        asked_at = time.monotonic()
+        error = interrupt(process, signal.SIGINT)
+    assert process.returncode == 130 and "a new one starts in its place" in error, error[-3000:]
+    assert "is up again" not in error and time.monotonic() - asked_at < 30
+    saved_step(error, tmp_path / "ckpt")
 
 
 def test_sigterm_while_the_policy_itself_generates_ends_with_code_130(

@@ -13,8 +13,11 @@ import psutil
 import pytest
 
 from openrlhf.cli import train_ppo_ray
+from openrlhf.commands import train_rl
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_trainer import PPOTrainer
+from openrlhf.trainer.ray import vllm_engine
+from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 from openrlhf.utils.tracker import read_metrics
 from tests.helpers.faults import (
     ACTOR,
@@ -47,7 +50,7 @@ FLAGS = (
     "--train_batch_size 8 --num_episodes 4 --generate_max_len 200 --actor_learning_rate 1e-3 "
     "--max_restarts 9 --engine_timeout_s 15 --rank_timeout_s 20"
 )
-NUM_STEPS = 8
+NUM_STEPS, SEED = 8, 42
 OF_ENGINES: dict[int, Fault] = {
     2: (ENGINE, "generate", KILL),
     3: (ENGINE, "update", KILL),
@@ -63,6 +66,7 @@ OF_RANKS: dict[int, Fault] = {
     5: (ACTOR, "sync", KILL),
     6: (ACTOR, "save", KILL),
     7: (ACTOR, "update", STOP),
+    8: (ACTOR, "export", KILL),
 }
 
 
@@ -100,10 +104,47 @@ def test_a_run_goes_on_with_new_engines_in_place_of_lost_ones(
         faults.show(f"{num_engines} engine(s){more}")
 
 
+class FailingEngine(LLMRayActor):
+    """Its device fails in a forward pass, but not that of the engine in its place."""
+
+    def ready(self) -> str:
+        address, step = super().ready(), self.llm.step
+
+        def run() -> Any:
+            if self.settings["seed"] == SEED and self.num_steps == 50:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return step()
+
+        self.llm.step = run
+        return address
+
+
+def test_a_run_goes_on_with_a_new_engine_in_place_of_one_whose_device_fails(
+    ray_cluster: None,
+    given: dict,
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(vllm_engine, "LLMRayActor", FailingEngine)
+    flags = f"{FLAGS} --advantage_estimator group_norm --init_kl_coef 0 --vllm_num_engines 2"
+    train_ppo_ray.main(argv("", sizes=f"{flags} --seed {SEED}", **given))
+    check(faults, given)
+    assert [engine.num_starts for engine in faults.trainers[0].engines] == [2, 1]
+    said = " ".join(capfd.readouterr().err.split())
+    assert "vLLM engine is down: CUDA error: an illegal memory access was encountered" in said
+
+
 def test_a_run_goes_on_from_its_last_checkpoint_with_new_ranks(
-    ray_cluster: None, given: dict, faults: Faults, capsys: pytest.CaptureFixture, critic_dir: Any
+    ray_cluster: None,
+    given: dict,
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    critic_dir: Any,
 ) -> None:
     faults.plan = OF_RANKS
+    hook(monkeypatch, train_rl, "_export", before=lambda it: faults.begin(it, "export"))
     flags = (
         f"{FLAGS} --advantage_estimator gae --init_kl_coef 0.01 --save_steps 1 --zero_stage 2 "
         "--vllm_num_engines 1 --actor_num_gpus_per_node 2"
