@@ -181,10 +181,7 @@ class Chat:
             return {}
         inputs: dict[str, Any] = {"suppress_tokens": [*self.processor.banned_token_ids]}
         if self._seen:
-            images = self.processor.pixels(self._seen).to(prompt.device)
-            is_image = (prompt == self.processor.image_token_id).int()
-            inputs |= {"pixel_values": images.pixels, "image_grid_thw": images.grid}
-            inputs["mm_token_type_ids"] = is_image
+            inputs |= self.processor.inputs(self.processor.pixels(self._seen), prompt)
         return inputs
 
     def _respond(self, line: str) -> None:

@@ -51,6 +51,7 @@ from openrlhf.utils.tokenizer import (
     tokenizer_of,
     unused_sampling,
 )
+from openrlhf.utils.vision_families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -326,9 +327,10 @@ def _check_reads_pictures(
     """Refuse what a policy that reads pictures cannot be trained with."""
     if config.critic_source is not None or config.reward.model_paths:
         refuse_pictures(policy, config.policy_path)
-    if has_engines and not find_spec("torchvision"):
+    needed = FAMILIES[policy.model_type].engine_packages if has_engines else ()
+    if lacks := [package for package in needed if not find_spec(package)]:
         raise ConfigError(
-            f"vLLM reads the images of {config.policy_path} through torchvision, which is not "
+            f"vLLM reads the images of {config.policy_path} through {lacks[0]}, which is not "
             f"installed. Install it, or type {INSTEAD_OF_VLLM}."
         )
 

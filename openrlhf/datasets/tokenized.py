@@ -55,6 +55,7 @@ from openrlhf.datasets.pictures import undecoded, values_in, values_of, with_pla
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import images as images_module
 from openrlhf.utils import tokenizer as tokenizer_module
+from openrlhf.utils import vision_families
 from openrlhf.utils.console import say_notices
 from openrlhf.utils.images import ImageProcessor, Picture, PictureError, file_of, read_picture
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
@@ -548,7 +549,8 @@ class TokenizedDataset(ABC):
         ]
         if self._processor is not None:
             parts += [self._processor.description, *self._picture_files()]
-        sources = [Path(str(module.__file__)) for module in (images_module, tokenizer_module)]
+        modules = (images_module, tokenizer_module, vision_families)
+        sources = [Path(str(module.__file__)) for module in modules]
         sources += Path(__file__).parent.glob("*.py")
         parts += [path.read_bytes() for path in sorted(sources)]
         # With the mark of a process at most 64 characters, says datasets.
@@ -603,7 +605,7 @@ class TokenizedDataset(ABC):
         try:
             pictures = tuple(read_picture(value, folder=folder) for value in values)
             for picture in pictures:
-                self._processor.num_patches(picture)  # raises for a shape that it does not read
+                self._processor.num_tokens(picture)  # raises for a shape that it does not read
             return pictures
         except PictureError as error:
             raise RowError(str(error)) from error
@@ -617,13 +619,13 @@ class TokenizedDataset(ABC):
         if not self._reads_images and banned & {*tokens.ids}:
             raise RowError("its text spells the placeholder of an image. Take it out")
         try:
-            lengths = processor.run_lengths(tokens.ids, pictures)
+            parts = processor.expansions(tokens.ids, pictures)
         except PictureError as error:
             remedy = "Mark each by <image> in a text of the user, or by a part of type image"
             raise RowError(f"{error}. {remedy}, and use the chat template") from error
         flags = [m and i not in banned for i, m in zip(*tokens, strict=True)]
-        mask = [flag for flag, n in zip(flags, lengths, strict=True) for _ in range(n)]
-        return Tokens(processor.expand(tokens.ids, pictures), mask)
+        mask = [flag for flag, part in zip(flags, parts, strict=True) for _ in part]
+        return Tokens([each for part in parts for each in part], mask)
 
     def _tokenise(self, row: Row, row_id: int) -> dict[str, object]:
         """Return the outcome of a row: the values of `_FEATURES`."""

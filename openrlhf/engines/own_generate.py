@@ -228,12 +228,7 @@ def image_inputs(
     assert processor is not None, "images need a processor"
     found = {shared: processor.pixels(shared) for shared in pictures}
     images = Images.concat([found[row.images] for row in rows if row.images])
-    images = images.to(token_ids_RL.device)
-    return {
-        "pixel_values": images.pixels,
-        "image_grid_thw": images.grid,
-        "mm_token_type_ids": (token_ids_RL == processor.image_token_id).int(),
-    }
+    return processor.inputs(images, token_ids_RL)
 
 
 @contextmanager

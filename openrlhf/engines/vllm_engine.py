@@ -459,18 +459,26 @@ def engine_input(request: GenerationRequest, processor: ImageProcessor | None) -
 
     assert processor is not None, f"{request.request_id} has images, and the model sees none"
     images = processor.pixels(request.images)
-    num_patches = images.grid.prod(-1)
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", num_patches),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
-    values: Any = {"pixel_values": images.pixels, "image_grid_thw": images.grid}
-    runs = processor.runs(request.prompt_token_ids, request.images)
+    by_row, by_picture = processor.family.engine_inputs(images.pixels, images.grid)
+    rows_I = images.grid.prod(-1)
+    fields = dict.fromkeys(by_row, MultiModalFieldConfig.flat_from_sizes("image", rows_I))
+    fields |= dict.fromkeys(by_picture, MultiModalFieldConfig.batched("image", keep_on_cpu=True))
+    values: Any = by_row | by_picture
+    is_place_T = torch.tensor(request.prompt_token_ids) == processor.image_token_id
+    spans = [
+        (places[0], places[-1] + 1)  # text may stand between placeholders
+        for places in processor.places(request.prompt_token_ids, request.images)
+    ]
     return prompt | {
         "type": "multimodal",
         "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(values, fields),
         "mm_hashes": {"image": [picture.sha256 for picture in request.images]},
-        "mm_placeholders": {"image": [PlaceholderRange(*run) for run in runs]},
+        "mm_placeholders": {
+            "image": [
+                PlaceholderRange(start, end - start, is_embed=is_place_T[start:end])
+                for start, end in spans
+            ]
+        },
     }
 
 

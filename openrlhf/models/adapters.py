@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from openrlhf.config.common import LoraConfig
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.models.vision import TOWER
 from openrlhf.utils.adapter_folder import REWARD_TASK
-from openrlhf.utils.images import is_vision
 from openrlhf.utils.tokenizer import own_generation_config
+from openrlhf.utils.vision_families import tower_of
 
 ALL_LINEAR = "all-linear"
 SCALE_FIELDS = ("mean", "std")  # of a reward model's scores
@@ -45,13 +44,13 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     head = model.config.to_dict().get("value_head_prefix")
     if getattr(model, "is_quantized", False):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    tower = tower_of(model.config)  # names such as `proj` and `q_proj` are layers of it too
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
-        # Names such as `proj` and `qkv` are layers of the tower too.
-        exclude_modules=rf"(.*\.)?{TOWER}\..*" if is_vision(model.config) else None,
+        exclude_modules=rf"(.*\.)?({'|'.join(tower)})\..*" if tower else None,
         bias="none",
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
         modules_to_save=[head] if head else None,

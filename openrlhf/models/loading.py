@@ -22,6 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.auto import modeling_auto
 
 from openrlhf.config.base import CommandConfig, value_at, walk
 from openrlhf.config.common import DeepSpeedConfig, RunConfig
@@ -42,7 +43,6 @@ from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, me
 from openrlhf.utils.console import say_notices
 from openrlhf.utils.images import (
     BANNED_LOGIT,
-    VISION_FAMILIES,
     ImageProcessor,
     Images,
     is_vision,
@@ -51,6 +51,7 @@ from openrlhf.utils.images import (
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
 from openrlhf.utils.tensors import DTYPES
+from openrlhf.utils.vision_families import FAMILIES, family_of
 from openrlhf.utils.weight_files import tensor_shapes
 
 HEAD = "score"  # the module transformers gives the scalar head
@@ -63,6 +64,13 @@ DEFAULTS: Any = SimpleNamespace(ds=DeepSpeedConfig(), trust_remote_code=False)
 OF_PICTURES = (
     *("image_key", "max_images_per_prompt", "image_min_pixels", "image_max_pixels"),
     "freeze_visual_encoder",
+)
+# Families that read more than text.
+OF_OTHER_MEDIA = frozenset(
+    {
+        *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    }
 )
 # Of the comparison with a model's own logits: how far log-probs may lie from them on average.
 NUM_TOKENS, STRIDE = 8, 7919  # a prime: tokens from all over a vocabulary
@@ -92,14 +100,23 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)} {remedy}") from error
-    # transformers would load some of them as language models, without their towers.
-    for tower in () if is_vision(config) else ("vision", "audio"):
-        if getattr(config, f"{tower}_config", None) is not None:
-            raise ConfigError(
-                f"Model {path!r} has a {tower} tower of the family {config.model_type}, which is "
-                f"not read. Take one of {', '.join(VISION_FAMILIES)}, or a model of texts alone."
-            )
+    _refuse_other_media(config, path)
     return config
+
+
+def _refuse_other_media(config: PretrainedConfig, path: str) -> None:
+    """Raise ConfigError for a family that reads more than text, and is none of those that are
+    trained: transformers would load some of them as language models, without their towers.
+    """
+    if is_vision(config):
+        return
+    has_tower = any(getattr(config, f"{tower}_config", None) for tower in ("vision", "audio"))
+    has_tower |= any("audio" in name for name in config.sub_configs)
+    if has_tower or config.model_type in OF_OTHER_MEDIA:
+        raise ConfigError(
+            f"Model {path!r} is of the family {config.model_type}, which reads images or sound and "
+            f"is not supported. Take one of {', '.join(FAMILIES)}, or a model of texts alone."
+        )
 
 
 def read_configs(
@@ -158,7 +175,7 @@ def image_processor_of(
         raise ConfigError(
             f"{', '.join(used)}: {path} reads no images, it is of the family "
             f"{config.model_type}. Leave {used[0]} out, or take a model of "
-            f"{', '.join(VISION_FAMILIES)}."
+            f"{', '.join(FAMILIES)}."
         )
     return None
 
@@ -455,8 +472,7 @@ def check_own_logits(model: PreTrainedModel) -> None:
         tokens_BT[:, 1] = model.config.image_token_id
         blank = Images.concat([blank_picture(model.config)] * 2)
         pixels = torch.linspace(-1, 1, blank.pixels.numel()).view_as(blank.pixels)
-        inputs |= {"pixel_values": pixels, "image_grid_thw": blank.grid}
-        inputs["mm_token_type_ids"] = (tokens_BT == model.config.image_token_id).int()
+        inputs |= family_of(model.config).inputs(pixels, blank.grid, tokens_BT)
     batch = PackedBatch.from_sequences(list(tokens_BT), [is_target_T] * 2)
     if has_pictures:
         batch = replace(batch, images=Images(pixels, blank.grid), num_images=(1, 1))

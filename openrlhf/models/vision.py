@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from openrlhf.utils.images import Images
 from openrlhf.utils.packing import PackedBatch
-
-TOWER = "visual"  # the module with tower and projector, in every family
+from openrlhf.utils.vision_families import family_of, tower_of
 
 
 def tower_parameters(model: PreTrainedModel) -> Iterator[nn.Parameter]:
     """Yield the parameters of the tower and of the projector behind it."""
+    tower = {*tower_of(model.config)}
     for name, parameter in model.named_parameters():
-        if f"{TOWER}." in name:
+        if tower & {*name.split(".")}:
             yield parameter
 
 
@@ -32,11 +32,9 @@ def freeze_tower(model: PreTrainedModel) -> None:
 
 
 def blank_picture(config: Any) -> Images:
-    """Return a picture of one token, of zeros."""
-    vision = config.vision_config
-    side, channels = vision.spatial_merge_size, getattr(vision, "in_channels", 3)
-    width = channels * vision.temporal_patch_size * vision.patch_size**2
-    return Images(torch.zeros(side**2, width), torch.tensor([[1, side, side]]))
+    """Return a picture of one token."""
+    shape, grid = family_of(config).blank()
+    return Images(torch.ones(shape), torch.tensor([grid]))  # some take zeros for padding
 
 
 def with_blank(batch: PackedBatch, config: Any) -> PackedBatch:
@@ -61,9 +59,11 @@ def vision_inputs(
     """Return a row as a vision-language model reads it, and its inputs beside tokens."""
     batch = with_blank(batch, model.config)
     assert batch.images is not None, "each row has some"
-    positions = rotary_positions(model, batch)[:, None]
-    pixels, grid = batch.images.pixels, batch.images.grid
-    return batch, {"position_ids": positions, "pixel_values": pixels, "image_grid_thw": grid}
+    family, images = family_of(model.config), batch.images
+    sees = family.inputs(images.pixels, images.grid, batch.token_ids[None])
+    if family.has_grid_positions:
+        sees["position_ids"] = rotary_positions(model, batch)[:, None]
+    return batch, sees
 
 
 def rotary_positions(model: PreTrainedModel, batch: PackedBatch) -> Tensor:

@@ -9,28 +9,27 @@ import binascii
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import base_of_adapter
+from openrlhf.utils.vision_families import FAMILIES, Size, VisionFamily, family_of
 
 if TYPE_CHECKING:  # workers of reward functions read pictures, and nothing heavy
     import torch
     from torch import Tensor
 
+Measure = TypeVar("Measure")
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of files; none runs a program
-# Families whose pictures are packed, and the tokens that stand for pixels in their config.
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # Added to the logits of these, in engines and in the trainer alike: no temperature brings one back,
 # half precision holds it, and unlike -inf it leaves entropies finite.
 BANNED_LOGIT = -3e4
-PLACEHOLDERS = ("image_token_id", "video_token_id")
 PROCESSOR_FILES = ("preprocessor_config", "video_preprocessor_config", "processor_config")
 PNG_START = b"\x89PNG\r\n\x1a\n"
 MAX_PATH = 4096  # characters: a longer text is no path
@@ -158,12 +157,14 @@ def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
 
 def placeholders_of(config: Any) -> tuple[int, ...]:
     """Return the tokens that stand for pixels, by a model's config; none of a model of texts."""
-    return tuple(getattr(config, name) for name in PLACEHOLDERS) if is_vision(config) else ()
+    if not is_vision(config):
+        return ()
+    return tuple(getattr(config, name) for name in FAMILIES[config.model_type].placeholders)
 
 
 def is_vision(config: Any) -> bool:
     """Return True for the config of a family whose pictures are read."""
-    return config.model_type in VISION_FAMILIES
+    return config.model_type in FAMILIES
 
 
 def processor_files(config: Any) -> list[str]:
@@ -179,14 +180,14 @@ def processor_files(config: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Images:
-    """Pixels of I pictures, in P patches of D numbers in all.
+    """Pixels of I pictures, in P rows in all: patches of D numbers, or tiles of (3, H, W).
 
     Example: of one picture of 28x28 pixels in patches of 14, `pixels` is (4, 1176) and `grid`
-    [[1, 2, 2]].
+    [[1, 2, 2]]; of one in five tiles, the grid is [[5, 1, 1]].
     """
 
-    pixels: "Tensor"  # (P, D)
-    grid: "Tensor"  # (I, 3) int64: patches in time, height and width of each picture
+    pixels: "Tensor"  # (P, D) or (P, 3, H, W)
+    grid: "Tensor"  # (I, 3) int64: rows of each picture, by time, height and width
 
     @classmethod
     def concat(cls, parts: Iterable["Images"]) -> "Images":
@@ -204,11 +205,10 @@ class Images:
 class ImageProcessor:
     """The image processor of a model's folder, and the tokens that stand for pixels."""
 
-    def __init__(self, processor: Any, image_token_id: int, banned: Sequence[int]) -> None:
-        self._processor = processor
-        self.image_token_id = image_token_id
-        self.banned_token_ids = tuple(banned)  # a sampled one would have no pixels
-        self.merge = int(processor.merge_size)
+    def __init__(self, processor: Any, family: VisionFamily) -> None:
+        self._processor, self.family = processor, family
+        self.image_token_id = family.image_token_id
+        self.banned_token_ids = placeholders_of(family.config)  # one would have no pixels
 
     @classmethod
     def load(
@@ -233,65 +233,61 @@ class ImageProcessor:
             processor = transformers.AutoImageProcessor.from_pretrained(
                 path, backend="pil", **options
             )
+            family = family_of(config)
+            if family.writes_text:
+                family.tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
                 f"The image processor of {path!r} cannot be read: {first_line(error)} Copy "
                 "preprocessor_config.json of the model into its folder."
             ) from error
-        if min_pixels is not None:
-            processor.size["shortest_edge"] = min_pixels
-        if max_pixels is not None:
-            processor.size["longest_edge"] = max_pixels
-        if min_pixels or max_pixels:
-            least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
-            if least > most:
-                raise ConfigError(
-                    f"Images would have at least {least} pixels and at most {most}. Type a smaller "
-                    "--image_min_pixels, or a larger --image_max_pixels."
-                )
-        return cls(processor, config.image_token_id, placeholders_of(config))
+        family.prepare(processor, min_pixels, max_pixels)
+        return cls(processor, family)
 
     @property
     def description(self) -> str:
         """Return all that decides the tokens of a picture."""
-        return f"{self._processor.to_json_string()} {self.image_token_id}"
+        return f"{self._processor.to_json_string()} {self.family.config.to_json_string()}"
 
-    def run_lengths(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
-        """Return the length of the run of each id in the expanded ids, of a placeholder that of its
-        picture; raise PictureError unless there is one placeholder for each, with tokens between.
+    def expansions(
+        self, token_ids: Sequence[int], pictures: Sequence[Picture]
+    ) -> list[Sequence[int]]:
+        """Return the ids that each id becomes, a placeholder those of its picture; raise
+        PictureError unless there is one placeholder for each, which some families need tokens
+        between.
         """
         pad = self.image_token_id
-        if any(pair == (pad, pad) for pair in pairwise(token_ids)):
+        if not self.family.writes_text and (pad, pad) in pairwise(token_ids):
             raise PictureError("two places for images without a token between them")
-        num_places = sum(token_id == self.image_token_id for token_id in token_ids)
+        num_places = sum(token_id == pad for token_id in token_ids)
         if num_places != len(pictures):
             raise PictureError(f"images: {len(pictures)}, and places for them: {num_places}")
         left = iter(pictures)
         return [
-            self.num_tokens(next(left)) if token_id == self.image_token_id else 1
-            for token_id in token_ids
+            self._expansion(next(left)) if token_id == pad else [token_id] for token_id in token_ids
         ]
 
-    def num_patches(self, picture: Picture) -> int:
-        """Return the number of patches that the tower reads of a picture; raise PictureError for a
-        shape that it does not read.
-        """
+    def _expansion(self, picture: Picture) -> list[int]:
+        return self._measured(picture, self.family.expansion)
+
+    def _measured(self, picture: Picture, measure: Callable[[Any, Size], Measure]) -> Measure:
         try:
-            return int(self._processor.get_number_of_image_patches(picture.height, picture.width))
+            return measure(self._processor, (picture.height, picture.width))
         except ValueError as error:  # one that is far too narrow
             size = f"{picture.width}x{picture.height}"
             raise PictureError(f"an image of {size} pixels: {first_line(error)}") from error
 
     def num_tokens(self, picture: Picture) -> int:
-        """Return the number of tokens that the language model reads of a picture."""
-        return self.num_patches(picture) // self.merge**2
+        """Return the number of vectors that the language model reads of a picture; raise
+        PictureError for a shape that its tower does not read.
+        """
+        return self._measured(picture, self.family.num_tokens)
 
     def expand(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
-        """Return the ids with as many placeholders for each picture as it has tokens, instead of
-        one; raise PictureError unless there is one placeholder for each.
+        """Return the ids with those of each picture instead of its placeholder; raise PictureError
+        unless there is one placeholder for each.
         """
-        lengths = self.run_lengths(token_ids, pictures)
-        return [i for i, n in zip(token_ids, lengths, strict=True) for _ in range(n)]
+        return [each for part in self.expansions(token_ids, pictures) for each in part]
 
     def pixels(self, pictures: Sequence[Picture]) -> Images:
         """Return the pixels that a model reads of one or more pictures, in float32; one that comes
@@ -300,7 +296,9 @@ class ImageProcessor:
         distinct = {picture.sha256: picture for picture in pictures}
         files = [picture.open() for picture in distinct.values()]
         found = self._processor(images=files, return_tensors="pt")
-        pixels, grid = found["pixel_values"].float(), found["image_grid_thw"]
+        sizes = [(picture.height, picture.width) for picture in distinct.values()]
+        pixels, grid = self.family.pixels(self._processor, found, sizes)
+        pixels = pixels.float()
         places = {sha256: place for place, sha256 in enumerate(distinct)}
         order = [places[picture.sha256] for picture in pictures]
         parts = pixels.split(grid.prod(-1).tolist())
@@ -311,16 +309,24 @@ class ImageProcessor:
         """Return the numbers that are added to logits, by token: no placeholder is ever sampled."""
         return dict.fromkeys(self.banned_token_ids, BANNED_LOGIT)
 
-    def runs(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[tuple[int, int]]:
-        """Return the first place of each picture in expanded ids, and its number of tokens; raise
-        PictureError where the ids have places for others.
+    def places(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[list[int]]:
+        """Return the places of each picture's placeholders in expanded ids; raise PictureError
+        where the ids have places for others.
         """
-        found, start = [], 0
-        for token_id, same in groupby(token_ids):
-            size = len([*same])
-            found += [(start, size)] if token_id == self.image_token_id else []
-            start += size
-        places, sizes = [size for _, size in found], [self.num_tokens(each) for each in pictures]
-        if places != sizes:
-            raise PictureError(f"{places} places for images of {sizes} tokens")
+        ids, pad, found, end = [*token_ids], self.image_token_id, list[list[int]](), 0
+        for part in map(self._expansion, pictures):
+            first = ids.index(pad, end) if pad in ids[end:] else 0
+            start = first - part.index(pad)
+            end = start + len(part)
+            if ids[max(start, 0) : end] != part or ids[end : end + 1] == [pad]:
+                break
+            found.append([place for place in range(start, end) if ids[place] == pad])
+        if len(found) < len(pictures) or pad in ids[end:]:
+            sizes = [self.num_tokens(picture) for picture in pictures]
+            raise PictureError(f"{ids.count(pad)} places for images of {sizes} tokens, or others")
         return found
+
+    def inputs(self, images: Images, token_ids: "Tensor") -> dict[str, "Tensor"]:
+        """Return the arguments of `generate` for the pictures of all rows of ids, (R, T)."""
+        images = images.to(token_ids.device)
+        return self.family.inputs(images.pixels, images.grid, token_ids)

@@ -17,16 +17,16 @@ TextsOf = Callable[[Sequence[int]], Sequence[str]]  # of tokens
 def rollout_row(rollout: Rollout, processor: ImageProcessor | None = None) -> dict[str, object]:
     """Return a sample as a row of a file of rollouts; lists have a value for each token of the
     whole sequence, or for each sampled one. `images` names files in the folder of images, and the
-    place of their tokens.
+    place of their tokens, from the first placeholder to the last.
     """
     versions, images = rollout.weight_versions, rollout.images
     seen: dict[str, object] = {}
     if images and processor is not None:
-        runs = processor.runs(rollout.token_ids.tolist(), images)
+        places = processor.places(rollout.token_ids.tolist(), images)
         seen["images"] = [
             {"sha256": image.sha256, "width": image.width, "height": image.height}
-            | {"start": start, "num_tokens": num_tokens}
-            for image, (start, num_tokens) in zip(images, runs, strict=True)
+            | {"start": own[0], "num_tokens": own[-1] + 1 - own[0]}
+            for image, own in zip(images, places, strict=True)
         ]
     return (
         rollout.extra_columns

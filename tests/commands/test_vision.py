@@ -104,11 +104,30 @@ def test_what_does_not_go_with_pictures_is_one_line(capsys, line, told):
     assert [one for one in problems if told in one], problems
 
 
-def test_vllm_without_torchvision_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr(rl_inputs, "find_spec", lambda name: name != "torchvision" or None)
+@pytest.mark.parametrize(("kind", "package"), [("vision", "torchvision"), ("smol", "num2words")])
+def test_vllm_without_a_package_that_it_reads_images_through_is_refused(
+    capsys, monkeypatch, kind, package
+):
+    if kind == "smol":
+        tiny_vision.make("smolvlm", "smol")
+    monkeypatch.setattr(rl_inputs, "find_spec", lambda name: name != package or None)
     line = f"{PPO} --remote_rm_url reward.py --advantage_estimator group_norm --vllm_num_engines 1"
-    assert exit_code(check.main, line.split()) == 2
-    assert "through torchvision, which is not installed" in capsys.readouterr().err
+    assert (
+        exit_code(check.main, line.replace("--pretrain vision", f"--pretrain {kind}").split()) == 2
+    )
+    assert f"through {package}, which is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "num_tokens"), [("internvl", 28), ("idefics3", 20)])
+def test_families_with_tiles_are_checked_alike(capsys, kind, num_tokens):
+    """84x56 pixels are 3x2 tiles and the whole, or 2x2 and the whole; of four tokens each."""
+    tiny_vision.make(kind, "tiles")
+    words = SFT.replace("--pretrain vision", "--pretrain tiles")
+    assert exit_code(check.main, words.split()) == 0
+    assert f"image 1: 84x56 pixels, {num_tokens} tokens\n" in capsys.readouterr().out
+    for refused in ("--ring_attn_size 2", "--ds_tensor_parallel_size 2", "--use_liger_kernel"):
+        assert exit_code(check.main, [*words.split(), *refused.split()]) == 2
+        assert f"{refused}: tiles {SAYS}" in capsys.readouterr().err
 
 
 def test_videos_are_refused_by_row(capsys):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
@@ -11,19 +12,20 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.images import ImageProcessor, read_picture
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.vision_families import FAMILIES
 from tests.distributed.spawn import run_ranks
 from tests.helpers import tiny_vision
 
 PAD, NUM_STEPS = 8, 3
-SEEN, READ = [3, 6, PAD, PAD, 7, 90, 1, 4], [3, 91, 92, 1, 4, 93]
+SEEN, READ = [3, PAD, 90, 1, 4], [3, 91, 92, 1, 4, 93]
 
 
 def row(folder: Path, *, has_picture: bool) -> PackedBatch:
     """A row of one sequence with a picture of two tokens, or of text."""
-    ids = torch.tensor(SEEN if has_picture else READ)
-    mask = (torch.arange(len(ids)) > 0) & (ids != PAD)
-    pictures = [read_picture(tiny_vision.noise(28, 56))] if has_picture else []
     processor = ImageProcessor.load(str(folder / "model"))
+    pictures = [read_picture(tiny_vision.noise(28, 56))] if has_picture else []
+    ids = torch.tensor(processor.expand(SEEN if has_picture else READ, pictures))
+    mask = (torch.arange(len(ids)) > 0) & (ids != PAD)
     return PackedBatch.from_sequences([ids], [mask]).with_pictures([pictures], processor)
 
 
@@ -52,12 +54,17 @@ def one_rank(folder: Path) -> dict[str, torch.Tensor]:
     return train(folder, stage=2, num_ranks=1)
 
 
-def test_a_rank_without_pictures_takes_its_part_in_zero(tmp_path):
-    tiny_vision.make("qwen3_vl", tmp_path / "model")
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in ("internvl", "idefics3"))],
+)
+def test_a_rank_without_pictures_takes_its_part_in_zero(kind, tmp_path):
+    tiny_vision.make(kind, tmp_path / "model")
     [expected] = run_ranks(one_rank, 1, tmp_path)
     before = dict(stored_parameters(load_causal_lm(tmp_path / "model")))
     moved = {name: (tensor - before[name]).abs().max() for name, tensor in expected.items()}
-    assert max(value for name, value in moved.items() if "visual" in name) > 1e-4
+    tower = {*FAMILIES[kind].tower}
+    assert max(value for name, value in moved.items() if tower & {*name.split(".")}) > 1e-4
     for found in run_ranks(two_ranks, 2, tmp_path)[0]:
         for name, tensor in expected.items():
             assert (found[name] - tensor).abs().max() < 1e-6, name

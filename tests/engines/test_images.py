@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 from openrlhf.engines import own_generate
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
@@ -19,13 +20,18 @@ from openrlhf.errors import WeightSyncError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.packing import PACKED_ATTENTION
+from openrlhf.models.vision import tower_parameters
 from openrlhf.utils.images import ImageProcessor, Picture, read_picture
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tensors import fingerprint
+from openrlhf.utils.vision_families import FAMILIES
 from tests.engines.helpers import buckets, restored, send, weights
 from tests.helpers import tiny_vision
 
-IMAGE, TEXT = "<|vision_start|><|image_pad|><|vision_end|>", "<|user|>what<|end|><|assistant|>"
+SMOL = pytest.param(
+    "smolvlm",
+    marks=pytest.mark.skipif(not find_spec("num2words"), reason="its processor needs num2words"),
+)
 PICTURES = tuple(
     read_picture(tiny_vision.noise(*size, seed)) for seed, size in enumerate([(56, 56), (56, 84)])
 )
@@ -42,7 +48,10 @@ class Seen:
         ).eval()
 
     def request(self, pictures: tuple[Picture, ...], **sampling: Any) -> GenerationRequest:
-        ids = self.tokenizer(IMAGE * len(pictures) + TEXT, add_special_tokens=False)["input_ids"]
+        content = [{"type": "image"} for _ in pictures] + [{"type": "text", "text": "what"}]
+        ids = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
+        )
         expanded = tuple(self.processor.expand(ids, pictures))
         return GenerationRequest("r", expanded, SamplingSettings(**sampling), pictures)
 
@@ -52,10 +61,7 @@ class Seen:
         ids = torch.tensor([[*request.prompt_token_ids, *token_ids]])
         inputs = {}
         if request.images:
-            images = self.processor.pixels(request.images)
-            is_image = (ids == self.processor.image_token_id).int()
-            inputs = {"pixel_values": images.pixels, "image_grid_thw": images.grid}
-            inputs["mm_token_type_ids"] = is_image
+            inputs = self.processor.inputs(self.processor.pixels(request.images), ids)
         logits = self.model(input_ids=ids, **inputs).logits[0, -len(token_ids) - 1 : -1]
         for token_id in self.processor.banned_token_ids:
             logits[:, token_id] -= 100.0
@@ -98,16 +104,18 @@ def engine(seen: Seen) -> Iterator[VLLMEngine]:
     engine.shutdown()
 
 
-def shake(model: Any, seed: int, *, std: float = 0.02, among: str = "") -> None:
-    """Move the parameters with `among` in their names."""
+def shake(
+    model: Any, seed: int, *, std: float = 0.02, among: Iterable[Tensor] | None = None
+) -> None:
+    """Move all parameters, or those of `among`."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if among in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
+        for parameter in among or model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-shake_tower = partial(shake, std=0.1, among="visual")
+def shake_tower(model: Any, seed: int) -> None:
+    shake(model, seed, std=0.1, among=tower_parameters(model))
 
 
 def three_prompts(seen: Seen, **sampling: Any) -> list[GenerationRequest]:
@@ -130,15 +138,23 @@ def test_vllm_reads_two_images_one_and_none_in_one_batch_as_hugging_face_does(se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen2_5_vl, tied"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2_vl", "qwen3_vl", "qwen2_5_vl, tied", "internvl", "idefics3", SMOL]
+)
 def test_vllm_reads_images_as_hugging_face_does_in_every_family(kind, tmp_path):
+    """And follows an update, whose receipt names the tower; one without a part is refused."""
     kind, is_tied = kind.partition(",")[::2]
     seen = Seen(tiny_vision.make(kind, tmp_path, is_tied=bool(is_tied)))
     engine = start(seen.path, seen.processor)
     check_generation(seen, engine)
     shake(seen.model, 1)
-    send(engine, weights(seen.model), 1)
+    received = send(engine, weights(seen.model), 1)
+    assert received == {name: fingerprint(tensor) for name, tensor in weights(seen.model)}
     check_generation(seen, engine)
+    tower = {*FAMILIES[kind].tower}
+    name = next(n for n, t in weights(seen.model) if tower & {*n.split(".")} and t.dim() == 2)
+    with pytest.raises(WeightSyncError, match=r"incomplete update: 1 missing"):
+        send(engine, [weight for weight in weights(seen.model) if weight[0] != name], 2)
     engine.shutdown()
 
 

@@ -11,10 +11,12 @@ import numpy as np
 import pandas
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from openrlhf.cli import batch_inference, evaluate, replay, train_ppo, train_ppo_ray, train_sft
 from openrlhf.cli import main as console
+from openrlhf.utils.vision_families import FAMILIES
 from tests.helpers import tiny_vision
 from tests.helpers.documents import blocks, commands
 from tests.helpers.stopped_runs import records, stopping_behind
@@ -143,6 +145,31 @@ SMALL = (
     "--rollout_batch_size 4 --train_batch_size 16 --n_samples_per_prompt 4 "
     "--micro_rollout_batch_size 8 --micro_train_batch_size 8 --num_episodes 1"
 )
+
+
+@pytest.mark.parametrize("kind", ["internvl", "idefics3"])
+def test_families_with_tiles_are_trained_by_rewards_and_agree_with_the_engine(
+    kind: str, tmp_path: Path, ray_cluster: None
+) -> None:
+    before = load_file(tiny_vision.make(kind, tmp_path / "sft") / "model.safetensors")
+    rows_of(tmp_path, "few", 24)
+    rows_of(tmp_path, "eval", 8)
+    reward = "[sum(map(ord, response)) % 2.0 for response in responses]"  # they say no word
+    (tmp_path / "reward.py").write_text(
+        REWARD.partition("    return")[0] + f"    return {reward}\n"
+    )
+    flags = f"{SMALL} --vllm_num_engines 1 --colocate_all_models"
+    assert train(tmp_path, "run", flags, main=train_ppo_ray.main, data="few") == 0
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 6
+    assert max(step["vllm_kl"] for step in steps) < 1e-6
+    after = load_file(tmp_path / "run" / "model.safetensors")
+    tower = {*FAMILIES[kind].tower}
+    assert any(tower & {*n.split(".")} and not torch.equal(before[n], after[n]) for n in before)
+    _, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "run", output_loading_info=True
+    )
+    assert not any(info.values())
 
 
 def test_a_run_keeps_its_pictures_once_and_a_replay_has_its_numbers(

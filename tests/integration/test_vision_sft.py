@@ -15,6 +15,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.images import ImageProcessor, read_picture
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.vision_families import FAMILIES
 from tests.distributed.spawn import meet_elsewhere, run_ranks
 from tests.helpers import tiny_vision
 from tests.helpers.documents import blocks, commands
@@ -71,9 +72,9 @@ def start(root: Path, name: str, flags: str, rows: str = "rows.jsonl") -> None:
     train_sft.main([*paths.split(), *flags.split(), "--ckpt_path", f"{root}/{name}/ckpt"])
 
 
-def accuracy(folder: Path, num_turns: int = 1, num_pictures: int = 64) -> float:
-    """The share of new pictures whose word is the likeliest at every token."""
-    processor = ImageProcessor.load(str(folder))
+def accuracy(folder: Path, num_turns: int = 1, max_pixels: int | None = None) -> float:
+    """The share of 64 new pictures whose word is the likeliest at every token."""
+    num_pictures, processor = 64, ImageProcessor.load(str(folder), max_pixels=max_pixels)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rng, ids, masks, pictures = np.random.default_rng(1), [], [], []
     for i in range(num_pictures):
@@ -89,9 +90,11 @@ def accuracy(folder: Path, num_turns: int = 1, num_pictures: int = 64) -> float:
         found = tokenizer.apply_chat_template(
             turns, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids.append(torch.tensor(found["input_ids"]))
-        masks.append(torch.tensor(found["assistant_masks"]))
         pictures.append([read_picture(tiny_vision.colour(word, rng)) for word in words])
+        parts = processor.expansions(found["input_ids"], pictures[-1])
+        ids.append(torch.tensor([each for part in parts for each in part]))
+        learnt = zip(found["assistant_masks"], parts, strict=True)
+        masks.append(torch.tensor([flag for flag, part in learnt for _ in part]))
     packed = PackedBatch.from_sequences(ids, masks).with_pictures(pictures, processor)
     with torch.no_grad():
         is_top = Actor(load_causal_lm(folder))(packed).is_top
@@ -151,6 +154,39 @@ def freeze(root: Path) -> None:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("vision"), "qwen3_vl")
+
+
+ONE_TILE = 56 * 56  # pixels
+
+
+def tiled(root: Path) -> None:
+    limit = f"--image_max_pixels {ONE_TILE}"
+    start(root, "single", f"{LEARN} {COLUMNS} {limit}")
+    start(root, "frozen", f"{SHORT} --freeze_visual_encoder")
+    start(root, "adapted", f"{SHORT} --lora_rank 4 --target_modules all-linear")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["internvl", "idefics3", "smolvlm"])
+def test_families_with_tiles_learn_colours_and_keep_a_frozen_tower(kind, tmp_path):
+    root = make_inputs(tmp_path, kind)
+    run_ranks(tiled, 1, root)
+    assert accuracy(root / "single", max_pixels=ONE_TILE) >= 0.95
+    _, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        root / "single", output_loading_info=True
+    )
+    assert not any(info.values())
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (root / "single" / name).read_text() == (root / "model" / name).read_text()
+    if kind != "smolvlm":  # its processor needs num2words
+        found = transformers.AutoProcessor.from_pretrained(root / "single")
+        assert type(found).__name__.removesuffix("Processor").lower() == kind
+    tower = {*FAMILIES[kind].tower}
+    before, frozen, adapter = (weights_of(root / n) for n in ("model", "frozen", "adapted"))
+    assert before.keys() == frozen.keys()
+    moved = {name for name in before if not torch.equal(before[name], frozen[name])}
+    assert moved == {name for name in before if not tower & {*name.split(".")}}
+    assert adapter and not any(tower & {*name.split(".")} for name in adapter)
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(root):

@@ -167,6 +167,17 @@ def test_a_hundred_thousand_samples_open_in_2_s_and_a_page_turns_in_200_ms(tmp_p
     assert slow == {}
 
 
+@pytest.mark.parametrize("run", ["<image>", "<image><image><row><image>"])
+def test_words_stand_for_the_tokens_of_an_image_and_for_marks_between_them(tmp_path, run):
+    """A data set writes one placeholder; the prompt of an agent has all."""
+    image = {"sha256": "0", "width": 56, "height": 28, "start": 1, "num_tokens": 4}
+    texts = ["<fake>", "<image>", "<image>", "<row>", "<image>", "<fake>", "a"]
+    row = sample(1, 0, 0) | {"prompt": f"<fake>{run}<fake>?", "token_texts": texts}
+    write_rollouts(tmp_path, 1, [row | {"images": [image]}], num_kept=9)
+    [found] = excerpt(tmp_path, step_files(tmp_path))
+    assert found["prompt"] == "<fake>[image 1: 56x28, 4 tokens]<fake>?"
+
+
 def test_an_image_whose_file_is_gone_or_elsewhere_is_not_shown(tmp_path):
     picture = read_picture(tiny_vision.noise(28, 28))
     place = {"width": 28, "height": 28, "start": 1, "num_tokens": 1}

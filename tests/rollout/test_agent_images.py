@@ -89,9 +89,11 @@ CLIENT = """
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(tiny_vision.make("qwen2_5_vl", tmp_path_factory.mktemp("vision")))
+@pytest.fixture(
+    scope="module", params=["qwen2_5_vl", pytest.param("idefics3", marks=pytest.mark.slow)]
+)
+def model(request, tmp_path_factory):
+    return str(tiny_vision.make(request.param, tmp_path_factory.mktemp("vision")))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,8 @@ def processor(model):
 def act(model, processor, folder, code):
     """Two episodes of a prompt with WIDE; they are checked against the trainer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    text = f"<|user|>{PLACE}?<|end|><|assistant|>"
+    place = PLACE if processor.family.has_grid_positions else "<image>"
+    text = f"<|user|>{place}?<|end|><|assistant|>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     prompt = PromptRecord(0, text, tuple(processor.expand(ids, [WIDE])), images=(WIDE,))
     hf_model = transformers.AutoModelForImageTextToText.from_pretrained(model).eval()
@@ -112,13 +115,13 @@ def act(model, processor, folder, code):
         [BatchSampler(engine.generate)],
         folder,
         tokenizer,
-        code=code,
+        code=code.replace(PLACE, place),
         image_processor=processor,
     ) as agents:
         rollouts = agents.generate_samples([prompt], sampling, tag="step1").rollouts
     assert largest_gap(model, rollouts, 1.0, processor) < 1e-5
     for rollout in rollouts:
-        processor.runs(rollout.token_ids.tolist(), rollout.images)  # each has its places
+        processor.places(rollout.token_ids.tolist(), rollout.images)  # each has its places
     return rollouts
 
 
@@ -152,6 +155,7 @@ def test_images_of_a_process_are_what_they_say_and_have_their_places(model, proc
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     setup = setup_of(tmp_path, tokenizer, image_processor=processor)
     pad = processor.image_token_id
+    run = processor.expand([pad], [WIDE])
     forged = Picture(WIDE.data, WIDE.sha256, 28, 28)
     no_file = Picture(b"nothing", "0", 28, 28)
 
@@ -160,7 +164,7 @@ def test_images_of_a_process_are_what_they_say_and_have_their_places(model, proc
         segment = Segment(ids, mask, len(ids) - 1, [-1.0], [0], images=images)
         return from_json(to_json(("answer", 0, EpisodeResult((segment,), reward=1.0))))[2]
 
-    assert checked(sent([pad, pad, 5], WIDE), setup).segments[0].images == (WIDE,)
+    assert checked(sent([*run, 5], WIDE), setup).segments[0].images == (WIDE,)
     for ids, *images in ([pad, 5],), ([pad, 5], WIDE), ([pad, 5], forged), ([pad, 5], no_file):
         with pytest.raises(AgentError, match="sent an episode that cannot be"):
             checked(sent(ids, *images), setup)

@@ -35,18 +35,20 @@ FEATURES = {
     "padded rows": "",
     "experts": "",
     "images": "",
+    "image tiles": "",
     "Adam offload": "--adam_offload",
     "sleep": "--deepspeed_enable_sleep",
     "dynamic batch": "--use_dynamic_batch --train_max_tokens_per_gpu 40",
     "DeepCompile": "--deepcompile",
 }
-MODELS = {"padded rows": "bloom", "experts": "mixtral", "images": "qwen2_5_vl"}
+SEEING = {"images": "qwen2_5_vl", "image tiles": "idefics3"}
+MODELS = {"padded rows": "bloom", "experts": "mixtral", **SEEING}
 # Values of one setting: no pair.
 ONE_OF = [
     {"ring", "Ulysses"},
     {"ZeRO-1", "ZeRO-2", "ZeRO-3"},
     {"LoRA", "QLoRA"},
-    {"padded rows", "experts", "images"},
+    {*MODELS},
 ]
 # What is refused, and how the line begins.
 REFUSED = {
@@ -57,10 +59,10 @@ REFUSED = {
     ("tensor parallel", "QLoRA"): "--ds_tensor_parallel_size 2 with --lora_rank: ",
     ("tensor parallel", "padded rows"): "--ds_tensor_parallel_size 2: ",
     ("tensor parallel", "experts"): "--ds_tensor_parallel_size 2: ",
-    ("ring", "images"): "--ring_attn_size 2: ",
-    ("Ulysses", "images"): "--ring_attn_size 2: ",
-    ("tensor parallel", "images"): "--ds_tensor_parallel_size 2: ",
-    ("QLoRA", "images"): "--load_in_4bit: ",
+    **{("ring", images): "--ring_attn_size 2: " for images in SEEING},
+    **{("Ulysses", images): "--ring_attn_size 2: " for images in SEEING},
+    **{("tensor parallel", images): "--ds_tensor_parallel_size 2: " for images in SEEING},
+    **{("QLoRA", images): "--load_in_4bit: " for images in SEEING},
     ("ZeRO-3", "QLoRA"): "--load_in_4bit with --zero_stage 3: ",
     ("padded rows", "dynamic batch"): "--use_dynamic_batch: ",
     ("ring", "DeepCompile"): "--deepcompile with --ring_attn_size 2: ",
@@ -89,7 +91,7 @@ def kind(pair: tuple[str, str]) -> tuple[str, str]:
 def run(folder: Path, name: str, family: str, flags: str) -> list[float] | str:
     """The losses of a run on this world, or the lines that refuse it."""
     meet_elsewhere()
-    rows = "pictures.jsonl" if family == MODELS["images"] else "rows.jsonl"
+    rows = "pictures.jsonl" if family in SEEING.values() else "rows.jsonl"
     words = f"--pretrain {folder}/{family} --dataset {folder}/{rows} {COMMON} {flags}"
     out = folder / name.replace(" ", "-")
     errors = io.StringIO()
@@ -152,9 +154,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def make_inputs(folder: Path) -> None:
     """Models and rows; of those with images only every third has one, so ranks differ."""
-    for family in {"qwen2", *MODELS.values()} - {MODELS["images"]}:
+    for family in {"qwen2", *MODELS.values()} - {*SEEING.values()}:
         make_model(folder / family, family, num_heads=8, num_kv_heads=4)
-    tiny_vision.make(MODELS["images"], folder / MODELS["images"])
+    for family in SEEING.values():
+        tiny_vision.make(family, folder / family)
     tiny_vision.noise(28, 56).save(folder / "it.png")
     rows = [{"input": f"{n}+{n}=", "output": str(2 * n) * (1 + n % 3)} for n in range(24)]
     write_jsonl(folder / "rows.jsonl", rows)

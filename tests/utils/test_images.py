@@ -119,19 +119,57 @@ def test_limits_of_pixels_that_no_image_meets_are_refused(folder, limits):
         ImageProcessor.load(folder, **limits)
 
 
-@pytest.mark.parametrize("ids", [[8, 8, 8], [5, 8, 6, 8], [8, 8, 5, 8, 8]])
+@pytest.mark.parametrize("ids", [[8, 8, 8], [5, 8, 6, 8], [8, 8, 5, 8, 8], [8, 5, 8, 8, 6, 8]])
 def test_runs_of_placeholders_are_those_of_the_pictures(folder, ids):
     """Two pictures of one token and of two have a run each."""
     processor = ImageProcessor.load(folder)
     pictures = [read_picture(tiny_vision.noise(28, 28 * size)) for size in (1, 2)]
-    assert processor.runs([8, 5, 8, 8], pictures) == [(0, 1), (2, 2)]
+    assert processor.places([8, 5, 8, 8], pictures) == [[0], [2, 3]]
     with pytest.raises(PictureError, match="places for images"):
-        processor.runs(ids, pictures)
+        processor.places(ids, pictures)
 
 
-def test_image_and_video_placeholders_are_banned(folder):
-    processor = ImageProcessor.load(folder)
-    assert processor.banned_token_ids == (8, 9)
+@pytest.mark.parametrize("kind", ["internvl", "idefics3"])
+def test_marks_between_placeholders_are_those_of_the_pictures(kind, tmp_path):
+    """Two pictures side by side, of five tiles each."""
+    processor = ImageProcessor.load(str(tiny_vision.make(kind, tmp_path)))
+    pictures = [read_picture(tiny_vision.noise(112, 112))] * 2
+    ids = processor.expand([5, 8, 8, 6], pictures)
+    first, second = processor.places(ids, pictures)
+    assert len(first) == len(second) == 20 and first[-1] < second[0]
+    assert [k for k, token_id in enumerate(ids) if token_id == 8] == [*first, *second]
+    for others in ([*ids[: first[0]], *ids[first[0] + 1 :]], ids[2:], [*ids, 8], ids[:-9]):
+        with pytest.raises(PictureError, match="places for images"):
+            processor.places(others, pictures)
+
+
+@pytest.mark.parametrize("kind", ["internvl", "idefics3", "smolvlm"])
+def test_a_limit_of_pixels_is_one_of_tiles_where_a_family_has_them(kind, tmp_path):
+    """112x112 pixels are 2x2 tiles and the whole in one, of four tokens each."""
+    folder = str(tiny_vision.make(kind, tmp_path))
+    picture = read_picture(tiny_vision.noise(112, 112))
+    fewer = ImageProcessor.load(folder, max_pixels=112 * 112 - 1)
+    assert (ImageProcessor.load(folder).num_tokens(picture), fewer.num_tokens(picture)) in (
+        (20, 4),
+        (20, 16),  # InternVL has other shapes: 3x1 tiles
+    )
+    assert len(fewer.pixels([picture]).pixels) == fewer.num_tokens(picture) // 4
+    with pytest.raises(ConfigError, match=rf"--image_min_pixels: the family {kind} cuts images"):
+        ImageProcessor.load(folder, min_pixels=56 * 56)
+
+
+def test_a_size_that_is_no_multiple_of_the_tiles_is_refused(tmp_path):
+    """The image processor of Transformers would count other tiles than it cuts."""
+    file = tiny_vision.make("idefics3", tmp_path) / "preprocessor_config.json"
+    file.write_text(file.read_text().replace('"longest_edge": 112', '"longest_edge": 120'))
+    with pytest.raises(ConfigError, match=r"size is 120, not a multiple of the 56 .* Write 112\."):
+        ImageProcessor.load(str(tmp_path))
+
+
+def test_image_and_video_placeholders_are_banned(folder, tmp_path):
+    assert ImageProcessor.load(folder).banned_token_ids == (8, 9)
+    other = tiny_vision.make("internvl", tmp_path)  # nothing reads its token of a video
+    assert ImageProcessor.load(str(other)).banned_token_ids == (8,)
 
 
 def test_a_folder_without_an_image_processor_is_named(tmp_path):

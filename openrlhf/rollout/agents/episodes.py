@@ -76,7 +76,7 @@ def checked_images(
     try:
         images = tuple(_decoded(image.data) for image in sent)
         if processor is not None:
-            processor.runs(token_ids, images)
+            processor.places(token_ids, images)
     except PictureError as error:
         raise AgentError(f"{problem}: {error}", "bad_answer") from error
     if images and processor is None:
