@@ -79,7 +79,7 @@ class VLLMEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.who)
         # In the thread that will step it, so that no other one computes.
         if processor is not None:
-            settings = with_images(settings)
+            settings = with_images(settings, processor)
         self.llm: Any = self._thread.submit(start_llm, settings).result()
         # Small functions of vLLM's sampler are compiled even in eager mode: up to 16 s for nothing.
         is_eager = self.llm.model_config.enforce_eager
@@ -438,11 +438,14 @@ def start_llm(settings: Mapping[str, Any]) -> Any:
     return llm
 
 
-def with_images(settings: Mapping[str, Any]) -> dict[str, Any]:
+def with_images(settings: Mapping[str, Any], processor: ImageProcessor) -> dict[str, Any]:
     """Return the settings of a model that sees images, whose pixels come ready."""
     own = {**settings, "limit_mm_per_prompt": {"video": 0}}
     own["mm_device_do_normalize"] = False  # they are normalised
     own["mm_processor_cache_gb"] = 0
+    # Transformers goes by the whole's, some models of vLLM by that of the text.
+    is_tied = getattr(processor.family.config, "tie_word_embeddings", False)
+    own["hf_overrides"] = {"text_config": {"tie_word_embeddings": is_tied}}
     return own
 
 

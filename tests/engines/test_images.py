@@ -139,7 +139,7 @@ def test_vllm_reads_two_images_one_and_none_in_one_batch_as_hugging_face_does(se
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["qwen2_vl", "qwen3_vl", "qwen2_5_vl, tied", "internvl", "idefics3", SMOL]
+    "kind", ["qwen2_vl", "qwen3_vl", "qwen2_5_vl, tied", "internvl", "idefics3, tied", SMOL]
 )
 def test_vllm_reads_images_as_hugging_face_does_in_every_family(kind, tmp_path):
     """And follows an update, whose receipt names the tower; one without a part is refused."""
