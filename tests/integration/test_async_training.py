@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -28,9 +29,9 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> list[PPOTrainerAsync]:
     seen: list[PPOTrainerAsync] = []
     fit = PPOTrainerAsync.fit
 
-    def fit_and_tell(trainer: PPOTrainerAsync) -> None:
+    def fit_and_tell(trainer: PPOTrainerAsync, *lost: Any) -> None:
         seen.append(trainer)
-        fit(trainer)
+        fit(trainer, *lost)
 
     monkeypatch.setattr(PPOTrainerAsync, "fit", fit_and_tell)
     return seen
