@@ -449,7 +449,10 @@ class RunCheckpoints:
             line = f"checkpoint of step {save.step} was not saved: {save.error}"
             if self.num_failed >= MAX_FAILED_SAVES:
                 raise CheckpointError(f"{line} It is failure {self.num_failed} in a row: stopping.")
-            warn_on_main(f"{line} The earlier ones are kept, training goes on.")
+            warn_on_main(
+                f"{line} The earlier ones are kept, training goes on (failure {self.num_failed} of "
+                f"{MAX_FAILED_SAVES} in a row)."
+            )
             return None
         if save.error is not None:
             raise save.error

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 OMP_PAUSE_SOFT = 1  # omp_pause_resource_t of OpenMP 5.0
 CLOSE_S = 10.0  # until a call that does not end is left behind
-NICE = 19  # the lowest priority
+NICE = 10  # a tenth of a core that others want
 
 Call = Callable[[], None]
 OnError = Callable[[BaseException], None]
@@ -109,9 +109,10 @@ class LoopThread:
 
 
 def yield_cores() -> None:
-    """Give the calling thread, and those that it starts, only the cores that others leave idle."""
+    """Have the calling thread, and those that it starts, leave busy cores to others."""
     if sys.platform == "linux":  # elsewhere this would be the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, max(NICE, os.getpriority(os.PRIO_PROCESS, own)))
 
 
 def release_cores() -> None:

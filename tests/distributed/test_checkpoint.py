@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +34,7 @@ from openrlhf.distributed.checkpoints import (
 from openrlhf.distributed.folders import holding, verify
 from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError
 from openrlhf.utils.run_folder import HOLDER_FILE
+from tests.helpers.processes import wait_until
 from tests.tiny import write_jsonl
 from tests.trainer.small_run import FACTS, config_of
 
@@ -209,6 +212,37 @@ def test_a_save_under_way_is_waited_for_where_an_error_ends_the_run(tmp_path: Pa
     break_down(2, EngineError("a rank is lost, and may be in the save"))
     assert checkpoints.store.steps() == [1]
     assert checkpoints.ended()
+
+
+def save_for_ever(root: Path, step: int) -> None:
+    """Train without computing anything: every step is saved beside the next one."""
+    checkpoints = saver(root)
+    checkpoints.store.remove_torn()
+    while True:
+        step += 1
+        checkpoints.ended()
+        checkpoints.save(Run(step, partial(fill, text=f"weights of {step}" * 1000)))
+
+
+@pytest.mark.faults
+def test_there_is_a_whole_checkpoint_after_each_of_fifty_kills(tmp_path: Path) -> None:
+    store, draw, num_torn, step = make_store(tmp_path), random.Random(0), 0, 0
+    for _ in range(50):
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=save_for_ever, args=(tmp_path, step))
+        process.start()
+        wait_until(lambda last=step: (store.steps() or [0])[-1] > last)
+        time.sleep(draw.random() / 20)
+        process.kill()
+        process.join()
+        num_torn += any(tmp_path.glob("tmp-*"))
+        before, saved = step, store.latest()
+        assert saved is not None and saved.step > before
+        step = saved.step
+        assert saved.state["run"] == {"step": step}
+        shard = saved.path / "model" / "shard.pt"
+        assert shard.read_text() == f"weights of {step}" * 1000
+    assert num_torn > 10  # in the middle of a save
 
 
 def test_a_save_without_room_is_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
