@@ -303,13 +303,13 @@ class Checkpointer:
         facts = all_gather_object((stopping.is_asked(), opened.is_written))
         is_asked, is_written = any(asked for asked, _ in facts), all(over for _, over in facts)
         is_due = opened.is_due(self, is_last=is_last)
-        if is_due or is_last or is_asked or is_written:
+        if is_due or is_written:
             self.say_saved(opened.ended())
         if is_due:
             opened.save(self)
-        if is_last:
+        if is_last or is_asked:
             self.say_saved(opened.ended())
-        elif is_asked:
+        if is_asked and not is_last:
             saved, outcome = opened.save_last(self)
             self.say_saved(saved)
             self.trainer.tracker.close()

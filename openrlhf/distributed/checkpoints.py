@@ -384,6 +384,7 @@ class RunCheckpoints:
         """Copy what the config says, and have a thread write and commit it: see `ended`. All ranks
         call, when no save is under way.
         """
+        assert self.under_way is None, "a save is under way"
         step, content, has_states = run.global_step, run.state_dict(), not self.config.disable_ds
         root, run_dir = self.store.root.resolve(), Path(self.config.output_dir).resolve()
         state = {RUN: content, "data": asdict(self.data), "settings": self.settings}

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -20,6 +21,7 @@ from openrlhf.distributed.collectives import shut_down
 from openrlhf.distributed.folders import Write, verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError
+from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.metrics import STDERR
 from tests.distributed.spawn import run_ranks
@@ -279,6 +281,28 @@ def test_a_rank_killed_while_it_saves_costs_the_steps_since_the_checkpoint(tmp_p
         weights = results["resumed"]["weights"], results["straight"]["weights"]
         assert all(map(torch.equal, *weights))
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(("asked_at", "saved"), [(2, [2]), (3, [2, 3])])
+def test_a_run_that_is_asked_to_stop_waits_for_the_save_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_at: int, saved: list[int]
+) -> None:
+    opened = open_checkpoints(config_of(tmp_path / "ckpt", save_steps=2), FACTS)
+    trainer = make_trainer({"zero_stage": 0}, tmp_path / "run", None, 1)
+    take_states = trainer.engine.take_states
+
+    def take_slowly(folder: Path) -> Write:
+        write = take_states(folder)
+        return lambda: (time.sleep(0.5), write())[1]
+
+    trainer.engine.take_states = take_slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(stopping, "is_asked", lambda: trainer.global_step == asked_at)
+    with pytest.raises(
+        stopping.Interrupted, match=f"step {asked_at} is done, it was saved in {tmp_path}/ckpt"
+    ):
+        trainer.fit(after_step=Checkpointer(trainer, opened).after_step)
+    assert opened.store.steps() == saved
+    assert opened.store.latest().step == asked_at  # type: ignore[union-attr]
 
 
 def end_on_one_of_two(root: Path) -> list[float]:
