@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workload as w
-from benchmarks.supervised import BATCH_SIZE, completion_rows
+from benchmarks.supervised import text
 
-NUM_STEPS, SAVE_STEPS = 21, 4
+BATCH_SIZE = 16  # rows of a step: short beside the time that a checkpoint takes
+NUM_STEPS, SAVE_STEPS = 25, 4
 WARM_UP = 3  # steps
 
 
@@ -30,7 +31,9 @@ def step_times(folder: Path, model: Path, *, waits: bool) -> tuple[float, float,
     from openrlhf.utils.callbacks import Callback
 
     rows, ends = folder / "rows.jsonl", list[float]()
-    made = completion_rows(BATCH_SIZE * NUM_STEPS)
+    made = [
+        {"prompt": text(8, i), "completion": text(120, -i)} for i in range(BATCH_SIZE * NUM_STEPS)
+    ]
     rows.write_text("".join(json.dumps(row) + "\n" for row in made))
 
     class Clock(Callback):

@@ -208,7 +208,7 @@ def test_a_save_under_way_is_waited_for_where_an_error_ends_the_run(tmp_path: Pa
             raise error
 
     break_down(1, ValueError("a bug"))
-    assert checkpoints.store.steps() == [1]
+    assert checkpoints.store.steps() == [1] and checkpoints.ended()
     break_down(2, EngineError("a rank is lost, and may be in the save"))
     assert checkpoints.store.steps() == [1]
     assert checkpoints.ended()
