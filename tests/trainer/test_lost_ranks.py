@@ -62,6 +62,8 @@ class LosingActor(FakeActor):
         if method is TrainedWorker.take_states:
             self.lose(self.lost_in_saves)
             self.taken = Path(args[0], "actor"), str(self.world.policy_version)
+        elif method is TrainedWorker.save_states:  # for a replay
+            Path(args[0], "actor").write_text(str(self.world.policy_version))
         elif method is TrainedWorker.load_states:
             if self.lost_in_loads:
                 self.lost_in_loads -= 1
