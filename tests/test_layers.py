@@ -45,6 +45,7 @@ HOMES = {
     "openrlhf.engines.weight_receiver": {"torch", "vllm"},
     "openrlhf.engines.own_generate": {"torch", "transformers"},
     "openrlhf.distributed": {"torch", "deepspeed", "numpy"},
+    "openrlhf.distributed.folders": {"torch", "psutil"},
     "openrlhf.distributed.weights": {"torch", "transformers"},
     "openrlhf.distributed.export": {"torch", "deepspeed", "safetensors", "transformers"},
     "openrlhf.report": {"jinja2", "matplotlib", "pyarrow", "yaml"},

@@ -48,9 +48,9 @@ WALKS = {
         [
             "commands/train_supervised.py:after_step",
             "distributed/checkpoints.py:save",
-            "commands/train_supervised.py:write",
-            "distributed/train_engine.py:save_states",
-            "distributed/folders.py:save_tensors",
+            "commands/train_supervised.py:take",
+            "distributed/train_engine.py:take_states",
+            "distributed/folders.py:take_tensors",
             "distributed/folders.py:seal",
         ],
     ),
@@ -59,8 +59,8 @@ WALKS = {
         [
             "trainer/ppo_trainer.py:save_if_due",
             "distributed/checkpoints.py:save",
-            "trainer/ppo_state.py:write",
-            "trainer/workers/model_worker.py:save_states",
+            "trainer/ppo_state.py:take",
+            "trainer/workers/model_worker.py:take_states",
         ],
     ),
 }

@@ -5,10 +5,14 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --time=48:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@180
 #SBATCH --output=slurm-%j.out
 # Any RL script on several nodes: sbatch examples/scripts/train_ppo_llama_ray_slurm.sh
 # from the checkout, in a folder that all nodes share, in an environment that all nodes have. Ray is
-# started on every node, the script runs on the first, and all of it ends with the script.
+# started on every node, the script runs on the first, and all of it ends with the script. Three
+# minutes before its time is over, the run saves and the job is queued again; with
+# EXTRA_ARGS="--save_steps 20 --load_checkpoint" it then goes on.
 #   SCRIPT is what is run once all nodes are there; its variables (MODEL, DATA, OUT, ...) are passed on;
 #   RAY_ARGS are appended to every `ray start`; START_TIMEOUT is how many seconds nodes may take.
 set -euo pipefail
@@ -59,4 +63,14 @@ while alive < count:
     alive = sum(node["Alive"] for node in ray.nodes())
     time.sleep(0.5)
 EOP
-bash "$SCRIPT"
+# End the run, which saves, and queue the job again.
+requeue() {
+    pkill -TERM -P "$run" # the command that the script waits for
+    wait "$run" || true
+    scontrol requeue "$SLURM_JOB_ID"
+}
+
+bash "$SCRIPT" &
+run=$!
+trap 'requeue; exit' USR1
+wait "$run"

@@ -450,7 +450,7 @@ class Plan:
             free = free_bytes(Path(ckpt.path))
             need = (ckpt.max_num + 1) * each  # a new one is written before the oldest goes
             told = f"{ckpt.max_num} of {in_words(each)} in {ckpt.path}; {in_words(free)} are free"
-            lines["checkpoints"] = told
+            lines["checkpoints"] = f"{told}; each is copied to host memory first"
             if need > free:
                 told = f"--ckpt_path {ckpt.path}: {ckpt.max_num + 1} checkpoints take "
                 told += f"{in_words(need)}, and {in_words(free)} are free. Type a smaller "

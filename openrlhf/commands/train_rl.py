@@ -153,6 +153,7 @@ def _run(
     state.check_is_shared()
     phases.sleep()
     sizes = init_models(config, groups, inputs.updates, phases)
+    state.check_room()
     print_banner(banner_sections(config, inputs, cluster, sizes))
     rollouts = rollouts_of(
         config,
@@ -197,6 +198,7 @@ def fit_and_export(trainer: PPOTrainer, export: Callable[[], None], grace_s: flo
         with (
             exporting_anyway(export, trainer.inputs.run_dir),
             stopping.patiently(grace_s),
+            trainer.state.opened.finishing(),
             naming_lost_ranks(),
         ):
             trainer.fit(lost)

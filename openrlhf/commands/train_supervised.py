@@ -36,7 +36,7 @@ from openrlhf.distributed.collectives import (
     watching_ranks,
 )
 from openrlhf.distributed.export import check_room
-from openrlhf.distributed.folders import holding_folders, read_json, write_json
+from openrlhf.distributed.folders import Write, holding_folders, read_json, write_json
 from openrlhf.distributed.hub import open_repository, push
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
@@ -109,6 +109,7 @@ def _train(
 ) -> "Checkpointer":
     strategy, run_dir = trainer.strategy, Path(config.ckpt.output_dir)
     check_room(hf_model_of(trainer.model), run_dir)
+    opened.check_room(trainer.engine.num_state_bytes)
     if strategy.is_main:
         told = config.model_dump(mode="json")
         opened.clear_folder(run_dir, config)
@@ -127,6 +128,7 @@ def _train(
         with (
             exporting_anyway(export, run_dir),
             stopping.patiently(config.ckpt.grace_s),
+            opened.finishing(),
             naming_lost_ranks(),
             watching_ranks(config.train.rank_timeout_s),
         ):
@@ -294,16 +296,22 @@ class Checkpointer:
             warn(f"{now} ranks go on with what {before} wrote: the same samples, other rounding.")
 
     def after_step(self) -> None:
-        """Save every `--save_steps` steps and after the last; raise Interrupted once any rank was
-        asked to stop.
+        """Begin to save every `--save_steps` steps; save after the last. Raise Interrupted once any
+        rank was asked to stop.
         """
         opened, is_last = self.checkpoints, self.trainer.is_finished
-        if opened.is_due(self, is_last=is_last):
-            self.say_saved(opened.save(self))
-        is_asked = any(all_gather_object(stopping.is_asked()))
+        facts = all_gather_object((stopping.is_asked(), opened.is_written))
+        is_asked, is_written = any(asked for asked, _ in facts), all(over for _, over in facts)
+        is_due = opened.is_due(self, is_last=is_last)
+        if is_due or is_written:
+            self.say_saved(opened.ended())
+        if is_due:
+            opened.save(self)
+        if is_last or is_asked:
+            self.say_saved(opened.ended())
         if is_asked and not is_last:
-            folder, outcome = opened.save_last(self)
-            self.say_saved(folder)
+            saved, outcome = opened.save_last(self)
+            self.say_saved(saved)
             self.trainer.tracker.close()
             raise stopping.Interrupted(outcome)
 
@@ -325,10 +333,10 @@ class Checkpointer:
         if self.checkpoints.save_best(step, self.trainer.export) and is_main():
             notice(f"best so far: step {step}")
 
-    def say_saved(self, folder: Path | None) -> None:
+    def say_saved(self, saved: tuple[int, Path] | None) -> None:
         """Tell the callbacks of a checkpoint, if there is one."""
-        for callback in self.trainer.callbacks if folder else ():
-            callback.on_save(self.trainer, self.global_step, folder)
+        for callback in self.trainer.callbacks if saved else ():
+            callback.on_save(self.trainer, *saved)
 
     @property
     def global_step(self) -> int:
@@ -345,11 +353,11 @@ class Checkpointer:
             "place": f"step {self.global_step}, epoch {epoch + 1}, {num_samples} samples into it",
         }
 
-    def write(self, folder: Path) -> None:
-        """Write weights and states; all ranks call."""
-        self.trainer.engine.save_states(folder / MODEL)
+    def take(self, folder: Path) -> Write:
+        """Copy weights and states; return the function that writes the copy. All ranks call."""
         content = {"random": random_state(), "metrics": dict(self.trainer.pending.cells)}
         write_json(folder / self.rank_file, content)
+        return self.trainer.engine.take_states(folder / MODEL)
 
     def export(self, path: Path) -> None:
         """Write the model as transformers reads it; all ranks call."""

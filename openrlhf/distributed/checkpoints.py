@@ -6,6 +6,9 @@ removes). The main rank stages, commits and rotates; every rank writes its part;
 one is known to all before anything is decided. The latest is computed from what verifies, never
 pointed to. A save that fails costs a line, several in a row the run. What is in a checkpoint is the
 caller's business.
+
+A save copies states to host memory, while the run waits; a thread of each rank writes the copy, and
+that of the main rank commits once all are written. One save is under way at a time.
 """
 
 import json
@@ -14,7 +17,9 @@ import os
 import random
 import re
 import shutil
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,17 +34,20 @@ from openrlhf.config.cli import check_settings, read_resolved, settings_of
 from openrlhf.config.common import CheckpointConfig, TrainingRunConfig
 from openrlhf.config.local_paths import MODEL_FILES, reads_from
 from openrlhf.distributed import folders
-from openrlhf.distributed.collectives import is_main, on_main, together
-from openrlhf.errors import CheckpointError, ConfigError, DataError
+from openrlhf.distributed.collectives import gather_by_store, is_main, on_main, together
+from openrlhf.distributed.folders import GB, Write, free_bytes
+from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError
+from openrlhf.utils import stopping
 from openrlhf.utils.console import notice, warn
-from openrlhf.utils.progress import progress
+from openrlhf.utils.progress import SAY_AFTER_S, progress
 from openrlhf.utils.run_folder import CONFIG_FILE, ENDED_FILE, read_ending
-from openrlhf.utils.stopping import NOTHING_SAVED
+from openrlhf.utils.threads import start_thread, yield_cores
 
 STATE = "state.json"
 RUN = "run"  # the run's own part of it
 GIB = 1024**3
 MAX_FAILED_SAVES = 3  # in a row
+MAX_SAVE_S = 4 * 3600.0  # until a disk that takes no more is an error
 _NAME = re.compile(r"global_step(\d+)(?:_hf)?")
 _BEST = "best_global_step*_hf"
 
@@ -64,8 +72,10 @@ class Resumable(Protocol):
     def state_dict(self) -> Mapping[str, Any]:
         """Return the position of the run, as JSON."""
 
-    def write(self, folder: Path) -> None:
-        """Write weights and states; all ranks call."""
+    def take(self, folder: Path) -> Write:
+        """Copy weights and states; return the function that writes the copy into `folder`, where
+        parts may be written at once. All ranks call both.
+        """
 
     def export(self, path: Path) -> None:
         """Write the model as transformers reads it; all ranks call."""
@@ -217,6 +227,25 @@ class DataFacts:
     num_samples: int
 
 
+@dataclass
+class Save:
+    """A save of the run's own state at a step, and the thread that writes it."""
+
+    step: int
+    content: Mapping[str, Any]
+    thread: threading.Thread | None = None
+    error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Return True once nothing more is written."""
+        return self.thread is None or not self.thread.is_alive()
+
+    def fail(self, error: BaseException) -> None:
+        """Note why it failed."""
+        self.error = error
+
+
 class RunCheckpoints:
     """The checkpoints of this run, and the one it goes on from, if any; all ranks call alike."""
 
@@ -235,6 +264,8 @@ class RunCheckpoints:
         self.saved = saved
         self.settings = settings or {}
         self.num_failed = 0  # saves in a row
+        self.num_bytes = 0  # of a checkpoint: those of the last one, or what it will take
+        self.under_way: Save | None = None
         self.kept: Mapping[str, Any] | None = None  # the run's own state, as last saved or loaded
         self.saved_step: int | None = None  # of the last states that this start has saved
 
@@ -244,8 +275,8 @@ class RunCheckpoints:
         return None if self.saved is None else self.saved.step
 
     def last(self) -> Saved | None:
-        """Return the last states that the run saved, or else goes on from; None where there are
-        none. Raise CheckpointError where they are damaged.
+        """Return the last states that the run saved (`ended`), or else goes on from; None where
+        there are none. Raise CheckpointError where they are damaged.
         """
         step = self.resume_step if self.saved_step is None else self.saved_step
         return None if step is None else self.store.read(step)
@@ -335,54 +366,132 @@ class RunCheckpoints:
         """Return True if the run stands where it was last saved or loaded."""
         return self.kept == run.state_dict()
 
-    def save(self, run: Resumable) -> Path | None:
-        """Save now, as the config says; return the folder, None where it failed. All ranks call.
-
-        Raises CheckpointError when it failed several times in a row.
+    def check_room(self, num_bytes: int) -> None:
+        """Raise ConfigError where the disk has no room for a checkpoint of this size; all ranks
+        call, before training.
         """
+        if not self.is_on or self.config.disable_ds:
+            return
+        self.num_bytes = num_bytes
+        if (free := on_main(lambda: free_bytes(self.store.root))) < num_bytes:
+            raise ConfigError(
+                f"--ckpt_path {self.config.path} has {free / GB:.2f} GB free, and a checkpoint "
+                f"takes {num_bytes / GB:.2f} GB. Make room, or type the path of a folder on "
+                "another disk."
+            )
+
+    def save(self, run: Resumable) -> None:
+        """Copy what the config says, and have a thread write and commit it: see `ended`. All ranks
+        call, when no save is under way.
+        """
+        assert self.under_way is None, "a save is under way"
         step, content, has_states = run.global_step, run.state_dict(), not self.config.disable_ds
-        writes = run.write if has_states else None, run.export if self.config.save_hf else None
         root, run_dir = self.store.root.resolve(), Path(self.config.output_dir).resolve()
         state = {RUN: content, "data": asdict(self.data), "settings": self.settings}
         state |= {"run_dir": str(run_dir), "root": str(root)}
-        error = self._keep(step, (*writes, None), state if has_states else None)
-        self.num_failed = 0 if error is None else self.num_failed + 1
-        if error is not None:
-            line = f"checkpoint of step {step} was not saved: {error}"
-            if self.num_failed >= MAX_FAILED_SAVES:
-                raise CheckpointError(f"{line} It is failure {self.num_failed} in a row: stopping.")
-            warn_on_main(f"{line} The earlier ones are kept, training goes on.")
-            return None
-        self.kept = content
-        self.saved_step = step if has_states else self.saved_step
-        try:
-            on_main(self.store.rotate)
-        except CheckpointError as problem:
-            warn_on_main(f"old checkpoints could not be removed: {problem}")
-        return self.store.kept(step)[-1]
-
-    def _keep(
-        self,
-        step: int,
-        writes: tuple[Callable[[Path], None] | None, ...],
-        state: Mapping[str, object] | None,
-    ) -> CheckpointError | None:
-        """Fill and commit these folders of a step; return why that failed."""
+        state = json.loads(json.dumps(state))  # as it is now
+        save = Save(step, content)
         try:
             with progress("saving a checkpoint"):
-                staged = on_main(lambda: self.store.stage(step))
-                for write, path in zip(writes, staged, strict=True):
-                    if write is not None:
-                        together(partial(write, path))
-                on_main(lambda: self.store.commit(step, state))
+                states, export, _ = on_main(lambda: self._stage(step))
+                if self.config.save_hf:
+                    together(partial(run.export, export))
+                write = together(partial(run.take, states)) if has_states else folders.nothing
         except CheckpointError as error:
             on_main(lambda: self.store.discard(step))
-            return error
-        return None
+            save.fail(error)
+        else:
+            work = partial(self._write, step, write, state if has_states else None)
+            save.thread = start_thread(f"save {step}", work, save.fail)
+        self.under_way = save
 
-    def save_last(self, run: Resumable) -> tuple[Path | None, str]:
-        """Save a run that was asked to stop, even if it keeps no checkpoints. Return the folder, if
-        it was saved now, and what became of the run and how to go on.
+    def _stage(self, step: int) -> tuple[Path, Path, Path]:
+        if (free := free_bytes(self.store.root)) < self.num_bytes:
+            raise CheckpointError(
+                f"it takes {self.num_bytes / GB:.2f} GB, {free / GB:.2f} GB are free in "
+                f"{self.config.path}."
+            )
+        return self.store.stage(step)
+
+    def _write(self, step: int, write: Write, state: Mapping[str, object] | None) -> None:
+        """Write and commit what was taken; the thread of every rank calls."""
+        yield_cores()
+        store = self.store
+        try:
+            together(write, gather_by_store)
+            together(lambda: store.commit(step, state) if is_main() else None, gather_by_store)
+        except CheckpointError:
+            together(lambda: store.discard(step) if is_main() else None, gather_by_store)
+            raise
+        if is_main():
+            self.num_bytes = store.num_bytes(step)
+            try:
+                store.rotate()
+            except OSError as problem:
+                warn(f"old checkpoints could not be removed: {problem}")
+
+    @property
+    def is_written(self) -> bool:
+        """Return True where this rank need not wait for a save."""
+        return self.under_way is None or self.under_way.is_over
+
+    def ended(self) -> tuple[int, Path] | None:
+        """Wait for the save under way; return its step and folder, None where there is none or it
+        failed. All ranks call, main threads alone.
+
+        Raises CheckpointError when saves failed several times in a row.
+        """
+        self._wait()
+        save, self.under_way = self.under_way, None
+        if save is None:
+            return None
+        if isinstance(save.error, CheckpointError):
+            self.num_failed += 1
+            line = f"checkpoint of step {save.step} was not saved: {save.error}"
+            if self.num_failed >= MAX_FAILED_SAVES:
+                raise CheckpointError(f"{line} It is failure {self.num_failed} in a row: stopping.")
+            warn_on_main(
+                f"{line} The earlier ones are kept, training goes on (failure {self.num_failed} of "
+                f"{MAX_FAILED_SAVES} in a row)."
+            )
+            return None
+        if save.error is not None:
+            raise save.error
+        self.num_failed, self.kept = 0, save.content
+        self.saved_step = self.saved_step if self.config.disable_ds else save.step
+        return save.step, self.store.kept(save.step)[-1]
+
+    def _wait(self) -> None:
+        save = self.under_way
+        if save is None or save.thread is None:
+            return
+        with progress("waiting for the checkpoint"):
+            save.thread.join(SAY_AFTER_S)
+            if not save.is_over:
+                said = f"waited {SAY_AFTER_S:.0f} s for the checkpoint of step {save.step}"
+                warn_on_main(f"{said}, which is being written to {self.config.path}")
+                save.thread.join(MAX_SAVE_S)
+        if not save.is_over:
+            raise CheckpointError(
+                f"the checkpoint of step {save.step} was not written in {MAX_SAVE_S / 3600:g} "
+                f"hours: {self.config.path} takes no more. Look at its disk."
+            )
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Wait for a save under way where an error ends the block; not for ranks that are lost, nor
+        where a user waits.
+        """
+        try:
+            yield
+        finally:
+            is_lost = isinstance(sys.exc_info()[1], EngineError)
+            if not (is_lost or stopping.is_asked() or stopping.is_overdue()):
+                self._wait()
+
+    def save_last(self, run: Resumable) -> tuple[tuple[int, Path] | None, str]:
+        """Save a run that was asked to stop, even if it keeps no checkpoints, once the save under
+        way has ended. Return what `ended` does, and what became of the run and how to go on.
         """
         config, done = self.config, f"step {run.global_step} is done"
         if run.global_step == 0:
@@ -394,17 +503,20 @@ class RunCheckpoints:
                 on_main(self._take_root)
         except CheckpointError as error:
             return None, f"{done}, it could not be saved. {error}"
-        folder = None
-        if not self.holds(run) and (folder := self.save(run)) is None:
-            return None, f"{done}, it could not be saved."
-        return folder, f"{done}, it was saved in {config.path}. {self._to_go_on()}"
+        saved = None
+        if not self.holds(run):
+            self.save(run)
+            saved = self.ended()
+            if saved is None:
+                return None, f"{done}, it could not be saved."
+        return saved, f"{done}, it was saved in {config.path}. {self._to_go_on()}"
 
     def how_to_go_on(self) -> str:
         """Return the last saved step of a run that ends outside of its loop, and how to go on."""
         is_used = self.config.save_steps > 0 or self.config.load_enable
         steps = [step for step in self.store.steps() if self.store.folders(step)[0].is_dir()]
         if not is_used or not steps:
-            return NOTHING_SAVED
+            return stopping.NOTHING_SAVED
         return f"step {steps[-1]} was saved in {self.config.path}. {self._to_go_on()}"
 
     def _to_go_on(self) -> str:
@@ -415,10 +527,16 @@ class RunCheckpoints:
         """Keep the model that `export` writes as the best so far, in place of the one before;
         return True if it was saved. A failure costs a line.
         """
-        error = self._keep(step, (None, None, export), None)
-        if error is not None:
+        self._wait()  # it may stage the same step
+        try:
+            *_, best = on_main(lambda: self.store.stage(step))
+            together(partial(export, best))
+            on_main(lambda: self.store.commit(step, None))
+        except CheckpointError as error:
+            on_main(lambda: self.store.discard(step))
             warn_on_main(f"the best model (step {step}) was not saved: {error}")
-        return error is None
+            return False
+        return True
 
     def set_other_best_aside(self) -> None:
         """Move the best model of another run away; all ranks call."""

@@ -5,6 +5,8 @@ identity there) and without CUDA (gloo, DeepSpeed on CPU). Every rank must bring
 numbers.
 """
 
+import itertools
+import json
 import logging
 import os
 import socket
@@ -28,11 +30,13 @@ from openrlhf.utils.progress import Quiet
 from openrlhf.utils.rendezvous import open_store
 
 Thing = TypeVar("Thing")
+Gather = Callable[[list[str]], list[list[str]]]
 
 RANK_TIMEOUT_S = 600.0
 PATIENCE = 3.0  # of ranks with one another: while one of them writes a model the others wait
 BEAT = b"beat"
 BEAT_EVERY_S = 2.0
+LOOK_EVERY_S = 0.2
 
 # DeepSpeed looks for an accelerator when it is first imported, be it by transformers.
 if not torch.cuda.is_available():
@@ -159,6 +163,28 @@ def all_gather_object(thing: Thing, *, group: dist.ProcessGroup | None = None) -
     return gathered
 
 
+_number = itertools.count()
+
+
+def gather_by_store(thing: Thing) -> list[Thing]:
+    """Return every rank's object, which is JSON: for a thread beside the one whose collectives
+    these would mix with. Of each rank only one thread does so at a time.
+    """
+    if world_size() == 1:
+        return [thing]
+    store, name = distributed_c10d._get_default_store(), f"openrlhf/{next(_number)}"
+    keys = [f"{name}/{rank}" for rank in range(world_size())]
+    store.set(keys[rank()], json.dumps(thing))
+    while not store.check(keys):  # waiting in the store would hold up other threads
+        time.sleep(LOOK_EVERY_S)
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def ranks_on_node() -> int:
+    """Return the number of ranks on the node of this one; all ranks call."""
+    return all_gather_object(socket.gethostname()).count(socket.gethostname())
+
+
 def broadcast_object(thing: Thing) -> Thing:
     """Return the object of the main rank; what other ranks pass is ignored."""
     if world_size() == 1:
@@ -168,9 +194,9 @@ def broadcast_object(thing: Thing) -> Thing:
     return box[0]
 
 
-def together(work: Callable[[], Thing]) -> Thing:
+def together(work: Callable[[], Thing], gather: Gather = all_gather_object) -> Thing:
     """Return the result of this rank's work on files; raise CheckpointError on every rank if it
-    failed on any, so that all go on or none.
+    failed on any, so that all go on or none. `gather`: how they tell one another.
 
     torch reports a full disk as RuntimeError.
     """
@@ -179,7 +205,7 @@ def together(work: Callable[[], Thing]) -> Thing:
         result = work()
     except (OSError, RuntimeError, CheckpointError) as error:
         problems.append(str(error) or type(error).__name__)
-    everyones = [problem for part in all_gather_object(problems) for problem in part]
+    everyones = [problem for part in gather(problems) for problem in part]
     if everyones:
         raise CheckpointError(" ".join(dict.fromkeys(everyones)))
     return result  # type: ignore[return-value] - without a problem there is a result

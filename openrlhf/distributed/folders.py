@@ -13,14 +13,16 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from openrlhf.config.common import RunFolderConfig
 from openrlhf.errors import CheckpointError, ConfigError
@@ -31,6 +33,10 @@ MANIFEST = "manifest.json"
 TEMPORARY = "tmp-"
 MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side by side
 GB = 1e9
+ROOM = 0.5  # of the free host memory, for copies of what is saved
+CGROUP = Path("/sys/fs/cgroup")  # of a container that may have a limit of its own
+
+Write = Callable[[], None]
 
 MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
@@ -99,6 +105,34 @@ def save_tensors(content: Mapping[str, Any], path: Path) -> None:
             f"{sum(tensor.nbytes for tensor in tensors) / GB:.2f} GB, {free_bytes(path) / GB:.2f} "
             f"GB are free in {path.parent}."
         ) from None
+
+
+def take_tensors(content: Mapping[str, Any], path: Path, *, num_sharing: int = 1) -> Write:
+    """Copy tensors to host memory; return the function that writes the copy as a file, as
+    `save_tensors` does. Where memory, which `num_sharing` ranks share, has no room for their copies
+    the tensors themselves are written at once.
+    """
+    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
+    if num_sharing * sum(tensor.nbytes for tensor in tensors) > ROOM * free_memory():
+        save_tensors(content, path)
+        return nothing
+    copy = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), content)
+    return partial(save_tensors, copy, path)
+
+
+def nothing() -> None:
+    """Write nothing: it is written already, or another rank does."""
+
+
+def free_memory() -> int:
+    """Return the free bytes of host memory, or of the container that this process is limited to."""
+    free: int = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # there is no container, or no limit
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        used = {name: int(value) for name, value in map(str.split, lines)}
+        limit = int((CGROUP / "memory.max").read_text())
+        free = min(free, limit - used["anon"] - used["shmem"])
+    return free
 
 
 def free_bytes(path: Path) -> int:

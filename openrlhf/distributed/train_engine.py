@@ -169,6 +169,7 @@ class TrainEngine:
         self.device = device
         self.use_universal_ckpt = use_universal_ckpt
         self.num_skipped_steps = 0  # fp16 overflows in a row
+        self._num_sharing = collectives.ranks_on_node()  # the host memory
         self.update_ratio = 0.0  # norm of the last update by that of the weights, of this rank
         self._max_norm = max_norm
         # Plain fp32 data parallelism: DeepSpeed clips unseen and never checks, so both are done
@@ -246,25 +247,35 @@ class TrainEngine:
             self.engine.reload_states(non_blocking=False)
 
     def save_states(self, folder: Path, *, has_optimizer: bool = True) -> None:
-        """Write trained weights, optimizer (unless it is left out) and schedule into `folder`; all
-        ranks call, all or none raise CheckpointError.
+        """Write what `take_states` takes; all ranks call, all or none raise CheckpointError."""
+        collectives.together(lambda: self.take_states(folder, has_optimizer=has_optimizer)())
+
+    def take_states(self, folder: Path, *, has_optimizer: bool = True) -> folders.Write:
+        """Copy trained weights and optimizer (unless it is left out) to host memory; return the
+        function that writes the copy into `folder`, while training may go on.
 
         Frozen weights, such as the base of an adapter, are left out: a start loads them.
         """
-        saved = _description_of(self.engine) | {
-            "schedule": self.schedule.state_dict(),
-        }
+        folder.mkdir(parents=True, exist_ok=True)
+        if collectives.is_main():
+            saved = _description_of(self.engine) | {"schedule": self.schedule.state_dict()}
+            folders.write_json(folder / ENGINE, saved)
+        tp_rank, dp_rank = _place(self.engine)
+        if dp_rank > 0 and self.zero_stage == 0:  # every rank holds all
+            return folders.nothing
+        content = _content(self.engine, has_optimizer=has_optimizer)
+        file = folder / f"tp{tp_rank}-dp{dp_rank}.pt"
+        return folders.take_tensors(content, file, num_sharing=self._num_sharing)
 
-        def write() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            tp_rank, dp_rank = _place(self.engine)
-            if dp_rank == 0 or self.zero_stage > 0:  # ZeRO 0: every rank holds all
-                content = _content(self.engine, has_optimizer=has_optimizer)
-                folders.save_tensors(content, folder / f"tp{tp_rank}-dp{dp_rank}.pt")
-            if collectives.is_main():
-                folders.write_json(folder / ENGINE, saved)
-
-        collectives.together(write)
+    @property
+    def num_state_bytes(self) -> int:
+        """Return the bytes that all ranks save: weights and moments in fp32."""
+        tensors = {True: 2, False: 3}  # Muon has one moment
+        numel = sum(
+            tensors[getattr(p, "use_muon", False)] * getattr(p, "ds_numel", p.numel())
+            for _, p in _trained(self.engine)
+        )
+        return torch.float32.itemsize * numel * max(1, self.engine.autotp_size())
 
     def load_states(self, folder: Path, *, has_own_rate: bool = False) -> None:
         """Take up weights, optimizer and schedule from `folder`, the learning rate too unless this

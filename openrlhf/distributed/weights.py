@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from openrlhf.distributed.collectives import import_deepspeed, is_main
-from openrlhf.distributed.folders import save_tensors
+from openrlhf.distributed.folders import Write, nothing, take_tensors
 from openrlhf.distributed.tensor_parallel import whole_layers
 from openrlhf.utils.packing import base_model_of
 
@@ -162,12 +162,11 @@ class WeightAverage:
         for name, tensor in self.held.items():
             yield name, tensor.to(self.dtypes[name])
 
-    def save(self, path: Path) -> None:
-        """Write the average to a file; the main rank does."""
-        if is_main():
-            save_tensors(self.held, path)
+    def take(self, path: Path) -> Write:
+        """Copy the average; return the function that writes the copy, as the main rank does."""
+        return take_tensors(self.held, path) if is_main() else nothing
 
     def load(self, path: Path) -> None:
-        """Load the average that `save` wrote."""
+        """Load the average that `take` took."""
         if is_main():
             self.held = torch.load(path, weights_only=True)

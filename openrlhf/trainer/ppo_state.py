@@ -21,6 +21,7 @@ from openrlhf.distributed.checkpoints import (
     Saved,
     open_checkpoints,
 )
+from openrlhf.distributed.folders import Write
 from openrlhf.errors import CheckpointError, ConfigError, LostRankError
 from openrlhf.rollout.rollout_queue import RolloutQueue, write_groups
 from openrlhf.rollout.step_sampler import StepSampler
@@ -121,6 +122,11 @@ class RunState:
             text = str(error).replace(str(root / HOLDER_FILE), f"--ckpt_path {root}")
             raise ConfigError(text) from error
 
+    def check_room(self) -> None:
+        """Raise ConfigError where the disk has no room for a checkpoint."""
+        sizes = [group.call(TrainedWorker.num_state_bytes)[0] for group in self.groups.values()]
+        self.opened.check_room(sum(sizes))
+
     def resume(self) -> None:
         """Put models, optimizers, random numbers and the controller where they were; move the best
         model of another run aside.
@@ -160,9 +166,9 @@ class RunState:
             self.sampler.load_groups(saved.path)
 
     def _start_models(self, why: LostRankError) -> None:
-        for role, group in self.groups.items():
-            group.start_again(why if role == why.role else None)
-            self.phases.put_away(group)
+        for role in sorted(self.groups, key=lambda role: role != why.role):  # who is lost is named
+            self.groups[role].start_again(why if role == why.role else None)
+            self.phases.put_away(self.groups[role])
 
     def _load_models(self, saved: Saved) -> list[bool]:
         """Put the models where a checkpoint stands; return for every rank whether there were as
@@ -179,13 +185,23 @@ class RunState:
             else:
                 return has_same_ranks
 
-    def write(self, folder: Path) -> None:
-        """Write the states of all models, and finished samples that wait for later steps."""
-        for group in self.groups.values():
+    def take(self, folder: Path) -> Write:
+        """Have the ranks of all models copy their states; return the function that has them write
+        the copies, and writes finished samples that wait for later steps.
+        """
+        groups, finished, queue = list(self.groups.values()), self.finished, self.sampler
+        for group in groups:
             with self.phases.update(group):  # states that were moved away come back
-                group.call(TrainedWorker.save_states, str(folder))
-        if isinstance(self.sampler, RolloutQueue):
-            write_groups(folder, self.finished, self.sampler.sampling)
+                group.call(TrainedWorker.take_states, str(folder))
+
+        def write() -> None:
+            found = [group.call_aside(TrainedWorker.write_taken) for group in groups]
+            if problems := [problem for ranks in found for problem in ranks if problem]:
+                raise CheckpointError(" ".join(dict.fromkeys(problems)))
+            if isinstance(queue, RolloutQueue):
+                write_groups(folder, finished, queue.sampling)
+
+        return write
 
     def export(self, path: Path) -> None:
         """Write the policy as transformers reads it."""

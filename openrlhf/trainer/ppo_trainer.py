@@ -213,7 +213,10 @@ class PPOTrainer:
         """Go on from the last checkpoint with new ranks in place of lost ones, and with the samples
         of the step under way where they are of its policy.
         """
-        lost_at, saved = time.monotonic(), self.state.opened.last()
+        lost_at = time.monotonic()
+        with suppress(LostRankError):
+            self.end_save()  # one under way is whole, or lost with the rank
+        saved = self.state.opened.last()
         last_step = 0 if saved is None else saved.step
         if self.state.global_step != last_step + 1:
             self._undone = []
@@ -294,9 +297,10 @@ class PPOTrainer:
                 if engine.is_up:
                     engine.call(VLLMEngine.shutdown)
         self.phases.engines.clear()
+        self.end_save()
         with self.phases.training():
-            folder, outcome = self.state.opened.save_last(self.state)
-        self.say_saved(folder)
+            saved, outcome = self.state.opened.save_last(self.state)
+        self.say_saved(saved)
         self.tracker.close()
         raise stopping.Interrupted(outcome)
 
@@ -430,18 +434,27 @@ class PPOTrainer:
         return lost
 
     def save_if_due(self, *, is_last: bool = False) -> None:
-        """Save a checkpoint every `--save_steps`, and of the end."""
-        if self.state.opened.is_due(self.state, is_last=is_last):
+        """Begin to save a checkpoint every `--save_steps`; save one of the end."""
+        opened = self.state.opened
+        if is_last or opened.is_written:
+            self.end_save()
+        if opened.is_due(self.state, is_last=is_last):
+            self.end_save()
             with self.phases.training():
-                folder = self.state.opened.save(self.state)
-            self.say_saved(folder)
+                opened.save(self.state)
             if self.phases.needs_weights:
                 self.broadcast_to_vllm()
+        if is_last:
+            self.end_save()
 
-    def say_saved(self, folder: Path | None) -> None:
+    def end_save(self) -> None:
+        """Wait for a save under way, and tell the callbacks of the checkpoint."""
+        self.say_saved(self.state.opened.ended())
+
+    def say_saved(self, saved: tuple[int, Path] | None) -> None:
         """Tell the callbacks of a checkpoint, if there is one."""
-        for callback in self.callbacks if folder else ():
-            callback.on_save(self, self.state.global_step, folder)
+        for callback in self.callbacks if saved else ():
+            callback.on_save(self, *saved)
 
     def evaluate(self, global_step: int) -> None:
         """Log pass@n and pass@1 on the evaluation prompts; keep the best model."""

@@ -22,4 +22,6 @@ class Callback:
         """Called after an evaluation; the names of its metrics begin with `eval/`."""
 
     def on_save(self, trainer: Any, step: int, path: Path) -> None:
-        """Called after a checkpoint, and at the end with the folder of the exported model."""
+        """Called once a checkpoint of `step` is complete, which may be some steps later; and at the
+        end with the folder of the exported model.
+        """

@@ -5,6 +5,8 @@ They are daemons: a program that ends in an error does not wait for them.
 
 import asyncio
 import ctypes
+import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any, TypeVar
 
 OMP_PAUSE_SOFT = 1  # omp_pause_resource_t of OpenMP 5.0
 CLOSE_S = 10.0  # until a call that does not end is left behind
+NICE = 10  # a tenth of a core that others want
 
 Call = Callable[[], None]
 OnError = Callable[[BaseException], None]
@@ -103,6 +106,13 @@ class LoopThread:
         self.is_running = False
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(CLOSE_S)
+
+
+def yield_cores() -> None:
+    """Have the calling thread, and those that it starts, leave busy cores to others."""
+    if sys.platform == "linux":  # elsewhere this would be the whole process
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, max(NICE, os.getpriority(os.PRIO_PROCESS, own)))
 
 
 def release_cores() -> None:

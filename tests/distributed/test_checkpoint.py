@@ -3,12 +3,16 @@
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +21,9 @@ import torch
 
 from openrlhf.cli import train_sft
 from openrlhf.config.common import CheckpointConfig
+from openrlhf.distributed import folders
 from openrlhf.distributed.checkpoints import (
+    MAX_FAILED_SAVES,
     CheckpointStore,
     DataFacts,
     RunCheckpoints,
@@ -26,8 +32,9 @@ from openrlhf.distributed.checkpoints import (
     set_random_state,
 )
 from openrlhf.distributed.folders import holding, verify
-from openrlhf.errors import CheckpointError, ConfigError, DataError
+from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError
 from openrlhf.utils.run_folder import HOLDER_FILE
+from tests.helpers.processes import wait_until
 from tests.tiny import write_jsonl
 from tests.trainer.small_run import FACTS, config_of
 
@@ -148,9 +155,136 @@ def test_a_run_may_keep_models_alone(tmp_path: Path) -> None:
     config = CheckpointConfig(path=str(tmp_path), save_hf=True, disable_ds=True, max_num=1)
     checkpoints = RunCheckpoints(config, DataFacts("x", 1))
     for step in (1, 2):
-        run = SimpleNamespace(global_step=step, state_dict=dict, write=fill, export=fill)
-        assert checkpoints.save(run)
+        checkpoints.save(SimpleNamespace(global_step=step, state_dict=dict, export=fill))
+        assert checkpoints.ended() == (step, tmp_path / f"global_step{step}_hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2_hf"]
+
+
+class Run:
+    """A run at a step, whose states take the time to write that a test gives them."""
+
+    def __init__(self, step: int, write: Callable[[Path], object]) -> None:
+        self.global_step, self.write = step, write
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.global_step}
+
+    def take(self, folder: Path) -> Callable[[], object]:
+        return lambda: self.write(folder)
+
+
+def saver(root: Path) -> RunCheckpoints:
+    return RunCheckpoints(CheckpointConfig(path=str(root), save_steps=1), DataFacts("x", 1))
+
+
+def test_a_save_goes_on_beside_the_run_and_counts_once_it_is_whole(tmp_path: Path) -> None:
+    checkpoints, may_end = saver(tmp_path), threading.Event()
+
+    def write(folder: Path) -> None:
+        fill(folder)
+        assert may_end.wait(20)
+
+    run = Run(1, write)
+    checkpoints.save(run)
+    assert not checkpoints.is_written and not checkpoints.holds(run)
+    assert checkpoints.store.steps() == [] and checkpoints.last() is None
+    run.global_step = 2  # its state is that of step 1 all the same
+    may_end.set()
+    assert checkpoints.ended() == (1, tmp_path / "global_step1")
+    assert checkpoints.last().state["run"] == {"step": 1}
+    assert checkpoints.ended() is None and checkpoints.is_written
+
+
+def test_a_save_under_way_is_waited_for_where_an_error_ends_the_run(tmp_path: Path) -> None:
+    checkpoints = saver(tmp_path)
+
+    def write(folder: Path) -> None:
+        time.sleep(0.3)
+        fill(folder)
+
+    def break_down(step: int, error: Exception) -> None:
+        with pytest.raises(type(error)), checkpoints.finishing():
+            checkpoints.save(Run(step, write))
+            raise error
+
+    break_down(1, ValueError("a bug"))
+    assert checkpoints.store.steps() == [1] and checkpoints.ended()
+    break_down(2, EngineError("a rank is lost, and may be in the save"))
+    assert checkpoints.store.steps() == [1]
+    assert checkpoints.ended()
+
+
+def save_for_ever(root: Path, step: int) -> None:
+    """Train without computing anything: every step is saved beside the next one."""
+    checkpoints = saver(root)
+    checkpoints.store.remove_torn()
+    while True:
+        step += 1
+        checkpoints.ended()
+        checkpoints.save(Run(step, partial(fill, text=f"weights of {step}" * 1000)))
+
+
+@pytest.mark.faults
+def test_there_is_a_whole_checkpoint_after_each_of_fifty_kills(tmp_path: Path) -> None:
+    store, draw, num_torn, step = make_store(tmp_path), random.Random(0), 0, 0
+    for _ in range(50):
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=save_for_ever, args=(tmp_path, step))
+        process.start()
+        wait_until(lambda last=step: (store.steps() or [0])[-1] > last)
+        time.sleep(draw.random() / 20)
+        process.kill()
+        process.join()
+        num_torn += any(tmp_path.glob("tmp-*"))
+        before, saved = step, store.latest()
+        assert saved is not None and saved.step > before
+        step = saved.step
+        assert saved.state["run"] == {"step": step}
+        shard = saved.path / "model" / "shard.pt"
+        assert shard.read_text() == f"weights of {step}" * 1000
+    assert num_torn > 10  # in the middle of a save
+
+
+def test_a_save_without_room_is_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    checkpoints = saver(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^--ckpt_path {tmp_path} has .* GB free, and a check"):
+        checkpoints.check_room(10**18)
+    for _ in range(MAX_FAILED_SAVES - 1):
+        checkpoints.save(Run(1, fill))
+        assert checkpoints.ended() is None
+    said = " ".join(capsys.readouterr().err.split())
+    assert "checkpoint of step 1 was not saved: it takes 1000000000.00 GB, " in said
+    checkpoints.save(Run(1, fill))
+    with pytest.raises(CheckpointError, match="failure 3 in a row"):
+        checkpoints.ended()
+    assert not list(tmp_path.iterdir())
+
+
+def test_states_are_written_at_once_where_a_copy_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = torch.zeros(1000)
+
+    def taken(free: int) -> float:
+        monkeypatch.setattr(folders, "free_memory", lambda: free)
+        write = folders.take_tensors({"weights": weights}, tmp_path / "file.pt", num_sharing=2)
+        weights.add_(1)
+        write()
+        return torch.load(tmp_path / "file.pt")["weights"].max().item()
+
+    assert [taken(16_000), taken(15_999)] == [0, 1]
+
+
+def test_free_memory_is_that_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "CGROUP", tmp_path)
+    whole = folders.free_memory()
+    (tmp_path / "memory.stat").write_text("anon 1500\nfile 9000\nshmem 500\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert folders.free_memory() == pytest.approx(whole, rel=0.2)
+    (tmp_path / "memory.max").write_text("10000\n")
+    assert folders.free_memory() == 8000
 
 
 def test_random_numbers_go_on_through_json() -> None:

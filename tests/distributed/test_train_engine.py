@@ -27,6 +27,7 @@ from tests.tiny import Payload
 
 CASES = {
     "zero0": {"zero_stage": 0},
+    "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
     "zero3-zpg": {"zero_stage": 3, "zpg": 2},
@@ -124,8 +125,11 @@ def run_case(options: dict, folder: Path, name: str) -> dict:
     norm_after = engine.step()
     before_save = full_weights(engine)
     engine.save_states(folder / name)
+    write = engine.take_states(folder / f"{name}-taken")
+    num_bytes = engine.num_state_bytes
     engine.backward(loss_of(engine, samples), is_last_micro_batch=True)
     engine.step()
+    write()
     engine.load_states(folder / name)
     is_restored = all(map(torch.equal, before_save, full_weights(engine)))
     return {
@@ -137,6 +141,7 @@ def run_case(options: dict, folder: Path, name: str) -> dict:
         "is_unchanged": is_unchanged,
         "norm_after": norm_after,
         "is_restored": is_restored,
+        "num_bytes": num_bytes,
     }
 
 
@@ -152,8 +157,13 @@ def run_all_cases(folder: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_ranks(run_all_cases, 2, tmp_path_factory.mktemp("engine"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict]:
+    return run_ranks(run_all_cases, 2, folder)
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +196,20 @@ def test_every_stage_trains_as_a_bare_loop_does(
         # A bad gradient on one rank changes nothing anywhere; saved states bring weights back.
         assert found["is_unchanged"] and found["is_restored"]
         assert 0 < found["norm_after"] < float("inf")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_states_written_while_training_goes_on_are_those_written_at_once(
+    results: list[dict], folder: Path, case: str
+) -> None:
+    at_once, taken = folder / "world2" / case, folder / "world2" / f"{case}-taken"
+    files = sorted(file.name for file in at_once.iterdir())
+    assert len(files) == (2 if case == "zero0" else 3)
+    for file in files:
+        assert (at_once / file).read_bytes() == (taken / file).read_bytes()
+    parts = [part for file in taken.glob("*.pt") for part in torch.load(file).values()]
+    sizes = [part[key].nbytes for part in parts for key in part.keys() - {"start", "step"}]
+    assert results[0][case]["num_bytes"] == sum(sizes)
 
 
 def test_ranks_that_cannot_be_divided_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.supervised import DPOConfig
+from openrlhf.utils.tracker import read_metrics
+from tests.helpers.processes import wait_for_a_step, wait_until
 from tests.helpers.scripts import SCRIPTS, TINY_RL
 from tests.integration.heads import free_ports
 from tests.source import ROOT
@@ -20,8 +23,15 @@ from tests.source import ROOT
 JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
 RECORDER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$RECORD"\n'
 # Two nodes that are both this machine. A step without --nodelist has a task on each of them.
-SCONTROL = "#!/bin/sh\nprintf 'localhost\\nlocalhost\\n'\n"
+SCONTROL = r"""#!/bin/sh
+if [ "$1" = requeue ]; then
+    echo "requeued $2" >> "$RECORD"
+else
+    printf 'localhost\nlocalhost\n'
+fi
+"""
 SRUN = """#!/bin/bash
+if [[ -n ${RECORD:-} ]]; then echo $$ > "$RECORD.pid"; fi
 count=$SLURM_NNODES
 while [[ $1 == --* ]]; do
     if [[ $1 == --nodelist=* ]]; then count=1; fi
@@ -103,6 +113,60 @@ def test_slurm_starts_torchrun_on_every_node_with_flags_that_are_understood(inst
     assert words[at + 1] == "openrlhf.cli.train_dpo"
     config = parse_config(DPOConfig, words[at + 2 :]).config
     assert config.ckpt.load_enable  # what SLURM requeues goes on
+
+
+RUN = """#!/bin/bash
+trap 'sleep 0.5; echo saved >> "$RECORD"; exit 130' TERM
+echo $$ > "$RECORD.pid"
+echo runs >> "$RECORD"
+while true; do sleep 0.1; done
+"""
+SCANCEL = """#!/bin/sh
+if [ "$*" = "--signal=TERM 12345" ]; then kill -TERM "$(cat "$RECORD.pid")"; fi
+"""
+
+
+def test_a_run_whose_time_is_over_saves_before_slurm_queues_it_again(install, tmp_path):
+    record = tmp_path / "record"
+    record.touch()
+    # The run is the step of one script, and a command in that of the other one, where Ray is up.
+    (tmp_path / "rl.sh").write_text("set -e\ntraining\necho not reached >> $RECORD\n")
+    quick = {"srun": RUN, "scontrol": SCONTROL, "scancel": SCANCEL}
+    with_ray = {"scontrol": SCONTROL, "srun": "#!/bin/sh\n", "python": "#!/bin/sh\n"}
+    for name, commands in (
+        ("train_llama_slurm.sh", quick),
+        ("train_ppo_llama_ray_slurm.sh", with_ray | {"training": RUN}),
+    ):
+        more = {"PATH": install(**commands), "RECORD": str(record)}
+        env = os.environ | JOB | more | {"SCRIPT": str(tmp_path / "rl.sh")}
+        with subprocess.Popen(["bash", str(SCRIPTS / name)], env=env, cwd=ROOT) as job:
+            wait_until(lambda: "runs" in record.read_text())
+            job.send_signal(signal.SIGUSR1)
+            assert job.wait(20) == 0
+        assert record.read_text().splitlines() == ["runs", "saved", "requeued 12345"]
+        record.write_text("")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_that_is_queued_again_goes_on_where_its_run_saved(install, tiny_variables, tmp_path):
+    path, record = install(srun=SRUN, scontrol=SCONTROL, scancel=SCANCEL), tmp_path / "record"
+    data, run = Path(tiny_variables["DATA"]).parent / "pairs.jsonl", tmp_path / "run"
+    flags = "--train_batch_size 4 --micro_train_batch_size 4 --max_len 64 --max_epochs 100"
+    env = {**os.environ, **tiny_variables, **JOB, "SLURM_NNODES": "1", "PATH": path}
+    env |= {"CHOSEN_KEY": "chosen", "REJECTED_KEY": "rejected", "EXTRA_ARGS": flags}
+    env |= {"DATA": str(data), "OUT": str(run), "RECORD": str(record), "OMP_NUM_THREADS": "1"}
+    job = ["bash", str(SCRIPTS / "train_llama_slurm.sh")]
+    with subprocess.Popen(job, env=env, cwd=ROOT) as process:
+        wait_for_a_step(run, process, metric="loss")
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(200) == 0
+    assert record.read_text() == "requeued 12345\n"
+    [saved] = [int(path.name.removeprefix("global_step")) for path in run.glob("checkpoints/g*")]
+    assert 1 <= saved < 200
+    subprocess.run(job, env=env, cwd=ROOT, check=True, timeout=300)
+    steps = [line["step"] for line in read_metrics(run / "metrics.jsonl") if "lr" in line]
+    assert steps == list(range(1, 201)) and (run / "model.safetensors").is_file()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from openrlhf.distributed.checkpoints import RunCheckpoints
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ray.launcher import RayActorGroup
@@ -22,7 +23,8 @@ PHASES = {
     "score": (PPOTrainer, "train_step"),
     "update": (PPOTrainer, "ppo_train"),
     "sync": (PPOTrainer, "broadcast_to_vllm"),
-    "save": (RunState, "write"),
+    "save": (RunState, "take"),
+    "write": (RunCheckpoints, "_write"),  # beside the next step
 }
 ENGINE, ACTOR = "LLMRayActor", "PolicyModelActor"
 CRITIC, REFERENCE = "CriticModelActor", "ReferenceModelActor"

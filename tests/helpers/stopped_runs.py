@@ -24,11 +24,11 @@ def stopping_behind(step: int) -> Iterator[None]:
     """End the command in the block once `step` was saved."""
     save = RunCheckpoints.save
 
-    def save_and_stop(self: RunCheckpoints, run: Resumable) -> Path | None:
-        folder = save(self, run)
+    def save_and_stop(self: RunCheckpoints, run: Resumable) -> None:
+        save(self, run)
         if run.global_step == step:
+            self.ended()
             raise Stop
-        return folder
 
     RunCheckpoints.save = save_and_stop  # type: ignore[method-assign]
     try:
@@ -37,6 +37,12 @@ def stopping_behind(step: int) -> Iterator[None]:
     finally:
         RunCheckpoints.save = save  # type: ignore[method-assign]
         shut_down()
+
+
+def sums_of_states(run_dir: Path, step: int) -> dict[str, str]:
+    """Return the SHA-256 sums of the files of tensors in a checkpoint."""
+    files = json.loads((run_dir / f"ckpt/global_step{step}/manifest.json").read_text())["files"]
+    return {name: value for name, value in files.items() if name.endswith(".pt")}
 
 
 def records(run_dir: Path) -> list[dict]:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.spawn import meet_elsewhere
 from tests.helpers.rows import make_row
-from tests.helpers.stopped_runs import records, stopping_behind
+from tests.helpers.stopped_runs import records, stopping_behind, sums_of_states
 from tests.tiny import make_model, write_jsonl
 
 NUM_ROWS = 10  # three batches an epoch, the last one smaller: 6 steps
@@ -61,7 +61,8 @@ def start(root: Path, run_dir: Path, case: str, *more: str) -> None:
 
 def straight_and_resumed(root: Path, folder: Path, case: str, *more: str) -> None:
     """The case without a stop, and with one."""
-    start(root, folder / "straight", case, *more)
+    # Its checkpoint is written beside the next steps, that of the other one before it stops.
+    start(root, folder / "straight", case, "--save_steps", str(STOP), *more)
     saving = ("--save_steps", str(STOP), "--save_hf_ckpt", "--load_checkpoint")
     with stopping_behind(STOP):
         start(root, folder / "resumed", case, *saving, *more)
@@ -83,6 +84,8 @@ def check_same(folder: Path, case: str) -> None:
     assert expected.keys() == found.keys()
     differing = [name for name in expected if not torch.equal(expected[name], found[name])]
     assert not differing
+    sums = sums_of_states(straight, STOP)
+    assert sums and sums == sums_of_states(resumed, STOP)
     early = weights_of(resumed / "ckpt" / f"global_step{STOP}_hf")
     assert any(not torch.equal(early[name], found[name]) for name in found)
     if case.startswith("rm"):

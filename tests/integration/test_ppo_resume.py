@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from openrlhf.report.run_folder import read_runs
-from tests.helpers.stopped_runs import records, stopping_behind
+from tests.helpers.stopped_runs import records, stopping_behind, sums_of_states
 from tests.integration.commands import steps_of
 from tests.integration.ppo_runs import (
     GRPO,
@@ -68,6 +68,9 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(runs: tuple[str, Path, Pa
     expected = {"actor", "critic", "critic_rank0.json"} if case == "ppo" else {"average.pt"}
     assert {"actor", "actor_rank0.json"} | expected <= names
     assert saved_run(folders[0]) == saved_run(folders[1])
+    # One was written beside the next step, the other before the run stopped.
+    assert len(sums := sums_of_states(straight, 2)) == 2
+    assert sums == sums_of_states(resumed, 2)
     models = [load_file(run / "model.safetensors") for run in (straight, resumed)]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
     ledger = saved_run(folders[1])["sampler"]["ledger"]

@@ -127,7 +127,7 @@ def run(
         if trainer.global_step == stop:
             raise Stop
 
-    with suppress(Stop):
+    with suppress(Stop), opened.finishing():
         trainer.fit(after_step=after_step)
     return {
         "resume_step": opened.resume_step,

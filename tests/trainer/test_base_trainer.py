@@ -6,8 +6,10 @@ import json
 import os
 import resource
 import signal
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -16,11 +18,14 @@ from openrlhf.commands.train_supervised import Checkpointer
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.distributed.checkpoints import open_checkpoints
 from openrlhf.distributed.collectives import shut_down
-from openrlhf.distributed.folders import verify
+from openrlhf.distributed.folders import Write, verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError
+from openrlhf.utils import stopping
+from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.metrics import STDERR
 from tests.distributed.spawn import run_ranks
+from tests.helpers.processes import wait_until
 from tests.trainer.fakes import EndsAt
 from tests.trainer.small_run import (
     FACTS,
@@ -44,23 +49,30 @@ def fail_to_save(options: dict, root: Path) -> dict:
     opened = open_checkpoints(config_of(root, save_steps=1), FACTS)
     trainer = make_trainer(options, root / "run", None, 1)
     checkpointer = Checkpointer(trainer, opened)
-    answers: list[object] = [bool(opened.save(checkpointer))]
+    opened.save(checkpointer)
+    answers: list[object] = [bool(opened.ended())]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    save_states = trainer.engine.save_states
+    take_states = trainer.engine.take_states
 
-    def save_to_full_disk(folder: Path) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        try:
-            save_states(folder)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    def take_for_full_disk(folder: Path) -> Write:
+        write = take_states(folder)
+
+        def write_to_full_disk() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+            try:
+                write()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+        return write_to_full_disk
 
     if trainer.strategy.topology.rank == trainer.strategy.topology.world_size - 1:
-        trainer.engine.save_states = save_to_full_disk  # type: ignore[method-assign]
+        trainer.engine.take_states = take_for_full_disk  # type: ignore[method-assign]
     trainer.global_step = 1
     for _ in range(3):
+        opened.save(checkpointer)
         try:
-            answers.append(bool(opened.save(checkpointer)))
+            answers.append(bool(opened.ended()))
         except CheckpointError as error:
             answers.append(str(error))
     latest = opened.store.latest()
@@ -72,6 +84,38 @@ def fail_to_save(options: dict, root: Path) -> dict:
         "names": names,
         "is_main": is_main,
     }
+
+
+def save_slowly(options: dict, root: Path) -> list[object]:
+    """Train while the last rank does not get on with its file of step 2."""
+    opened = open_checkpoints(config_of(root, save_steps=2), FACTS)
+    trainer = make_trainer(options, root / "run", None, 1)
+    checkpointer = Checkpointer(trainer, opened)
+    is_last = trainer.strategy.topology.rank == trainer.strategy.topology.world_size - 1
+    take_states, found = trainer.engine.take_states, list[object]()
+
+    def take_slowly(folder: Path) -> Write:
+        write = take_states(folder)
+
+        def write_slowly() -> None:
+            wait_until(lambda: trainer.global_step > 3 or not is_last)
+            write()
+
+        return write_slowly
+
+    class Saves(Callback):
+        """Notes what is there after each step, and what is told of."""
+
+        def on_step_end(self, trainer: object, step: int, metrics: object) -> None:
+            found.append((step, opened.store.steps()))
+
+        def on_save(self, trainer: object, step: int, path: Path) -> None:
+            found.append((path.name, step, (path / "state.json").is_file()))
+
+    trainer.engine.take_states = take_slowly  # type: ignore[method-assign]
+    trainer.callbacks = [Saves()]
+    trainer.fit(after_step=checkpointer.after_step)
+    return found
 
 
 def refusal(options: dict, root: Path) -> str:
@@ -89,6 +133,7 @@ def refusal(options: dict, root: Path) -> str:
 def run_two_ranks(folder: Path) -> dict:
     results = run_cases(folder, 2)
     results["full disk"] = fail_to_save(ZERO2, folder / "full")
+    results["slow disk"] = save_slowly(ZERO2, folder / "slow")
     root, options = folder / "zero3", {"zero_stage": 3}
     config = config_of(root / "stopped" / "ckpt", load_enable=True, save_steps=1)
     results["finished"] = run(options, root / "stopped", config)
@@ -180,6 +225,16 @@ def test_two_ranks_agree_on_what_is_finished_and_what_failed(worlds: dict) -> No
         assert results["full disk"]["names"] == ["global_step0"]
 
 
+def test_training_goes_on_while_a_rank_writes_and_the_next_save_waits_for_it(worlds: dict) -> None:
+    for results in worlds[2]:
+        found = results["slow disk"]
+        # The file of step 2 is written once step 4 is done, whose own save waits for that.
+        assert found[:5] == [(1, []), (2, []), (3, []), (4, []), ("global_step2", 2, True)]
+        assert [each[0] for each in found if len(each) == 3] == [
+            f"global_step{step}" for step in (2, 4, 6)
+        ]
+
+
 def test_shards_of_another_number_of_ranks_are_refused_in_words(worlds: dict) -> None:
     for text in worlds[1][0]["refusals"]:
         assert "was written by 2 ranks" in text and "or start 2 ranks" in text
@@ -192,10 +247,10 @@ def die_while_saving(folder: Path) -> None:
     strategy.setup()
     save = torch.save
 
-    def torn_save(state: object, path: Path) -> None:
+    def torn_save(state: object, path: IO[bytes]) -> None:
         save(state, path)
         if "global_step4" in str(path) and strategy.topology.rank == 1:
-            os.truncate(path, 100)
+            os.truncate(path.name, 100)
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = torn_save
@@ -226,6 +281,28 @@ def test_a_rank_killed_while_it_saves_costs_the_steps_since_the_checkpoint(tmp_p
         weights = results["resumed"]["weights"], results["straight"]["weights"]
         assert all(map(torch.equal, *weights))
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(("asked_at", "saved"), [(2, [2]), (3, [2, 3])])
+def test_a_run_that_is_asked_to_stop_waits_for_the_save_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_at: int, saved: list[int]
+) -> None:
+    opened = open_checkpoints(config_of(tmp_path / "ckpt", save_steps=2), FACTS)
+    trainer = make_trainer({"zero_stage": 0}, tmp_path / "run", None, 1)
+    take_states = trainer.engine.take_states
+
+    def take_slowly(folder: Path) -> Write:
+        write = take_states(folder)
+        return lambda: (time.sleep(0.5), write())[1]
+
+    trainer.engine.take_states = take_slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(stopping, "is_asked", lambda: trainer.global_step == asked_at)
+    with pytest.raises(
+        stopping.Interrupted, match=f"step {asked_at} is done, it was saved in {tmp_path}/ckpt"
+    ):
+        trainer.fit(after_step=Checkpointer(trainer, opened).after_step)
+    assert opened.store.steps() == saved
+    assert opened.store.latest().step == asked_at  # type: ignore[union-attr]
 
 
 def end_on_one_of_two(root: Path) -> list[float]:

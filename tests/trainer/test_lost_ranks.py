@@ -47,6 +47,7 @@ class LosingActor(FakeActor):
 
     lost_in_updates: set[int] = field(default_factory=set)  # by the version before
     lost_in_saves: set[int] = field(default_factory=set)
+    lost_in_writes: set[int] = field(default_factory=set)  # beside the next step
     lost_in_loads: int = 0
     poison: int | None = None  # the version before an update that always ends a rank
     num_starts: int = 0
@@ -58,8 +59,10 @@ class LosingActor(FakeActor):
         return super().start(method, shares)
 
     def call(self, method: Any, *args: Any, **options: Any) -> Any:
-        if method is TrainedWorker.save_states:
+        if method is TrainedWorker.take_states:
             self.lose(self.lost_in_saves)
+            self.taken = Path(args[0], "actor"), str(self.world.policy_version)
+        elif method is TrainedWorker.save_states:  # for a replay
             Path(args[0], "actor").write_text(str(self.world.policy_version))
         elif method is TrainedWorker.load_states:
             if self.lost_in_loads:
@@ -69,6 +72,15 @@ class LosingActor(FakeActor):
             return [True]
         else:
             return super().call(method, *args, **options)
+
+    def call_aside(self, method: Any) -> list[str]:
+        assert method is TrainedWorker.write_taken
+        file, text = self.taken
+        if int(text) in self.lost_in_writes:
+            self.lost_in_writes.remove(int(text))
+            raise lost("actor")
+        file.write_text(text)
+        return [""]
 
     def lose(self, versions: set[int]) -> None:
         if (version := self.world.policy_version) in versions:
@@ -117,6 +129,25 @@ def test_every_step_is_made_once_though_ranks_are_lost(
     assert actor.num_starts == (3 if save_steps == -1 else 5)
     if save_steps == 1 and not is_async:  # only what a save lost is sampled anew
         assert len(world.submitted) == 32 + 4
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_rank_that_is_lost_while_its_states_are_written_costs_that_checkpoint(
+    tmp_path: Path, is_async: bool
+) -> None:
+    world = World()
+    trainer = make_trainer(world, num_prompts=32, is_async=is_async)
+    actor = LosingActor(world, lost_in_writes={4, 8})
+    trainer.groups["actor"], trainer.state.groups = actor, {"actor": actor}
+    ckpt = {"save_steps": 2, "path": str(tmp_path), "best_metric_key": "none"}
+    config = PPOConfig.model_validate({"ckpt": ckpt}).ckpt
+    trainer.state.opened = RunCheckpoints(config, DataFacts("prompts", 32))
+    trainer.fit()
+    assert not actor.lost_in_writes and actor.num_starts == 2
+    assert [step["step"] for step in steps_of(trainer)] == list(range(1, 9))
+    ledger = trainer.sampler.ledger
+    assert ledger.outcomes == {"trained": 32} and not ledger.pending
+    assert trainer.state.opened.store.steps()[-1] == world.policy_version == 8
 
 
 def test_a_run_that_was_to_end_behind_a_step_that_is_made_again_goes_on(tmp_path: Path) -> None:

@@ -137,8 +137,8 @@ class StubRanks(StubGroup):
         return wait
 
     def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        if method is TrainedWorker.save_states:
-            Path(args[0], self.role).write_text(str(self.chance.version))
+        if method is TrainedWorker.take_states:
+            self.taken = Path(args[0], self.role), str(self.chance.version)
         elif method is TrainedWorker.load_states:
             self.chance.version = int(Path(args[0], self.role).read_text())
             return [True]
@@ -147,6 +147,12 @@ class StubRanks(StubGroup):
             failed = [k for k in range(len(args[0])) if self.chance.draw.random() < 0.001]
             return [{k: SyncFailure("took no weights", is_lost=True) for k in failed}]
         return [None]
+
+    def call_aside(self, method: Callable[..., Any]) -> list[str]:
+        assert method is TrainedWorker.write_taken
+        file, text = self.taken
+        file.write_text(text)
+        return [""]
 
     def start_again(self, why: LostRankError | None = None) -> int:
         if self.role == "actor":

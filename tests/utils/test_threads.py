@@ -1,4 +1,4 @@
-"""OpenMP's threads of a thread that has computed are given back."""
+"""Threads leave cores to others: OpenMP's own are given back, one that writes has low priority."""
 
 import os
 import threading
@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from openrlhf.utils.threads import release_cores
+from openrlhf.utils.threads import NICE, release_cores, yield_cores
 
 
 def test_a_thread_that_has_computed_gives_its_cores_back() -> None:
@@ -28,6 +28,20 @@ def test_a_thread_that_has_computed_gives_its_cores_back() -> None:
     torch.set_num_threads(num_before)
     first = counts[0]
     assert counts == [first, first + 2, first, first + 2]
+
+
+def test_a_thread_that_leaves_cores_to_others_does_so_alone() -> None:
+    found = []
+
+    def write() -> None:
+        yield_cores()
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    assert found == [max(NICE, before)] and os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def num_threads() -> int:

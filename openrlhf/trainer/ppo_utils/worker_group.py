@@ -42,6 +42,10 @@ class WorkerGroup:
         """Call `method` with the same arguments on every rank; return the results, by rank."""
         return self.start(method, [args])()
 
+    def call_aside(self, method: Callable[..., Any]) -> list[Any]:
+        """Call `method` on every rank beside what the ranks are at, for a thread that waits."""
+        return [method(self.worker)]
+
     def start_again(self, why: LostRankError | None = None) -> int:
         """Start all ranks again with the model that they began with, `why` if one was lost; return
         its parameter count. Raise EngineError where that is not to be.

@@ -39,13 +39,16 @@ from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Health
+from openrlhf.utils.threads import yield_cores
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us
 CONNECT_TIMEOUT_S = 10.0  # for a cluster that is said to be there
 CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate, update, export
 PEERS_S = 5.0  # until Ray knows of a death that a rank in a collective with the dead knows of
-HEALTH_GROUP = "health"  # calls that run while the actor is at work
+# Calls that run while the actor is at work:
+HEALTH_GROUP = "health"
+ASIDE_GROUP = "aside"  # those that last
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,11 @@ class RankActor:
         """Call a method of the worker."""
         return self.worker.run(method, *args)
 
+    def aside(self, method: str) -> Any:
+        """Call a method of the worker beside the one that runs."""
+        yield_cores()
+        return getattr(self.worker, method)()
+
     def health(self) -> Health:
         """Return the progress of the rank; may be called while it works."""
         return self.worker.health()  # type: ignore[no-any-return]
@@ -209,7 +217,7 @@ class RankActor:
 
 def start_actor(worker_class: type, args: tuple[object, ...], options: dict[str, Any]) -> Any:
     """Start a plain class as a Ray actor with these options; return the handle."""
-    actor = ray.remote(concurrency_groups={HEALTH_GROUP: 1})(worker_class)
+    actor = ray.remote(concurrency_groups={HEALTH_GROUP: 1, ASIDE_GROUP: 1})(worker_class)
     return actor.options(**options).remote(*args)
 
 
@@ -327,6 +335,11 @@ class RayActorGroup(WorkerGroup):
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
         return self._wait(self._submit(method.__name__, [args] * len(self.handles)))
+
+    def call_aside(self, method: Callable[..., Any]) -> list[Any]:
+        name, group = method.__name__, ASIDE_GROUP
+        calls = [handle.aside.options(concurrency_group=group) for handle in self.handles]
+        return self._wait([call.remote(name) for call in calls])
 
     def _submit(self, method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
         with self._submitting:

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
 from openrlhf.distributed.collectives import all_gather_object, together, world_size
 from openrlhf.distributed.export import export_hf
-from openrlhf.distributed.folders import write_json
+from openrlhf.distributed.folders import Write, nothing, write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.errors import CheckpointError, NumericsError
@@ -170,6 +170,7 @@ class TrainedWorker(ModelWorker):
     prefix: str  # of the metrics "lr" and "grad_norm"
     weight_version = 0  # of the policy; counts its updates
     notes: "Notes"  # of the last `fit`
+    taken: Sequence[Write] = ()  # for a checkpoint, and not yet written
 
     def prepare(
         self, model: Actor | CriticModel, section: ActorConfig | CriticConfig, num_updates: int
@@ -305,28 +306,55 @@ class TrainedWorker(ModelWorker):
             )
 
     def save_states(self, folder: str, has_optimizer: bool = True) -> None:
-        """Write weights, optimizer (unless it is left out), schedule and random numbers into a
-        checkpoint's folder; all ranks call. Raise CheckpointError on all or none.
+        """Take states and write them; all ranks call, all or none raise CheckpointError."""
+        self.take_states(folder, has_optimizer)
+        together(self._write_taken)
+
+    def take_states(self, folder: str, has_optimizer: bool = True) -> None:
+        """Copy weights, optimizer (unless it is left out), schedule and random numbers, which
+        `write_taken` writes into a checkpoint's folder; all ranks call, all or none raise
+        CheckpointError.
         """
         # A run that is stopped is saved without --save_steps too, and was not checked at its start.
         together(lambda: self.check_sees(folder))
-        self.engine.save_states(Path(folder) / self.role, has_optimizer=has_optimizer)
-        together(lambda: self.save_own(Path(folder)))
+        own = Path(folder) / self.role
+        take = partial(self.engine.take_states, own, has_optimizer=has_optimizer)
+        self.taken = together(lambda: [take(), self.take_own(Path(folder))])
+
+    def write_taken(self) -> str:
+        """Write what was taken last; return what went wrong, if anything. A thread beside the one
+        that trains calls.
+        """
+        try:
+            self._write_taken()
+        except (OSError, RuntimeError, CheckpointError) as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    def _write_taken(self) -> None:
+        writes, self.taken = self.taken, []
+        for write in writes:
+            write()
+
+    def num_state_bytes(self) -> int:
+        """Return the bytes of the states of all ranks."""
+        return self.engine.num_state_bytes
 
     def load_states(self, folder: str) -> bool:
-        """Load what `save_states` wrote; return True if random numbers go on where they stood,
+        """Load what `take_states` took; return True if random numbers go on where they stood,
         which they cannot on another number of ranks.
         """
         has_own_rate = self.config.ckpt.reset_lr
         self.engine.load_states(Path(folder) / self.role, has_own_rate=has_own_rate)
         return together(lambda: self.load_own(Path(folder)))
 
-    def save_own(self, folder: Path) -> None:
-        """Write what is not the engine's, as JSON."""
+    def take_own(self, folder: Path) -> Write:
+        """Write what is not the engine's, as JSON; return the function that writes the rest."""
         state = {"random": random_state(), "world_size": world_size()}
         state["num_threads"] = torch.get_num_threads()
         file = self._own_file(folder, self.rank)
         write_json(file, state | {"weight_version": self.weight_version})
+        return nothing
 
     def load_own(self, folder: Path) -> bool:
         """Load it; on another number of ranks from the file of rank 0."""

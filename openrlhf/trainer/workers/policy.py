@@ -14,6 +14,7 @@ from openrlhf.algorithms.tokens import exp_of_log_ratio
 from openrlhf.config.ppo import AdvantageConfig
 from openrlhf.distributed.collectives import world_size
 from openrlhf.distributed.export import check_room
+from openrlhf.distributed.folders import Write
 from openrlhf.distributed.weights import (
     WeightAverage,
     full_parameters,
@@ -296,10 +297,9 @@ class PolicyModelActor(TrainedWorker):
         """Export the weights that samples are made with."""
         super().export(path)
 
-    def save_own(self, folder: Path) -> None:
-        super().save_own(folder)
-        if self.average is not None:
-            self.average.save(folder / AVERAGE)
+    def take_own(self, folder: Path) -> Write:
+        write = super().take_own(folder)
+        return write if self.average is None else self.average.take(folder / AVERAGE)
 
     def load_own(self, folder: Path) -> bool:
         if self.average is not None:
