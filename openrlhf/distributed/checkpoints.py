@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from openrlhf.config.local_paths import MODEL_FILES, reads_from
 from openrlhf.distributed import folders
 from openrlhf.distributed.collectives import gather_by_store, is_main, on_main, together
 from openrlhf.distributed.folders import GB, Write, free_bytes
-from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError
+from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError, LostRankError
 from openrlhf.utils import stopping
 from openrlhf.utils.console import notice, warn
 from openrlhf.utils.progress import SAY_AFTER_S, progress
@@ -48,6 +48,7 @@ RUN = "run"  # the run's own part of it
 GIB = 1024**3
 MAX_FAILED_SAVES = 3  # in a row
 MAX_SAVE_S = 4 * 3600.0  # until a disk that takes no more is an error
+BRIEF_S = 20.0  # for a save whose ranks may be gone, too
 _NAME = re.compile(r"global_step(\d+)(?:_hf)?")
 _BEST = "best_global_step*_hf"
 
@@ -99,8 +100,9 @@ class CheckpointStore:
 
     def remove_torn(self) -> None:
         """Remove what a run that died left half written."""
-        for path in self.root.glob(f"{folders.TEMPORARY}*global_step*"):
-            shutil.rmtree(path)
+        torn = self.root.glob(f"{folders.TEMPORARY}*global_step*")
+        for path in sorted(torn, key=lambda path: path.name.startswith(folders.REMOVED)):
+            folders.remove_torn(path)
 
     def latest(self) -> Saved | None:
         """Return the checkpoint of the highest step that verifies; damaged ones are named."""
@@ -235,6 +237,7 @@ class Save:
     content: Mapping[str, Any]
     thread: threading.Thread | None = None
     error: BaseException | None = None
+    is_left: bool = False  # True where the run has ended without it
 
     @property
     def is_over(self) -> bool:
@@ -401,11 +404,12 @@ class RunCheckpoints:
             on_main(lambda: self.store.discard(step))
             save.fail(error)
         else:
-            work = partial(self._write, step, write, state if has_states else None)
+            work = partial(self._write, save, write, state if has_states else None)
             save.thread = start_thread(f"save {step}", work, save.fail)
         self.under_way = save
 
     def _stage(self, step: int) -> tuple[Path, Path, Path]:
+        self.store.remove_torn()  # of a save whose ranks were lost
         if (free := free_bytes(self.store.root)) < self.num_bytes:
             raise CheckpointError(
                 f"it takes {self.num_bytes / GB:.2f} GB, {free / GB:.2f} GB are free in "
@@ -413,19 +417,25 @@ class RunCheckpoints:
             )
         return self.store.stage(step)
 
-    def _write(self, step: int, write: Write, state: Mapping[str, object] | None) -> None:
+    def _write(self, save: Save, write: Write, state: Mapping[str, object] | None) -> None:
         """Write and commit what was taken; the thread of every rank calls."""
         yield_cores()
-        store = self.store
+        store, step = self.store, save.step
+
+        def commit() -> None:
+            if save.is_left:  # the run has ended: its folder may be another's
+                raise CheckpointError("the run ended before it was written.")
+            store.commit(step, state)
+
         try:
             together(write, gather_by_store)
-            together(lambda: store.commit(step, state) if is_main() else None, gather_by_store)
+            together(lambda: commit() if is_main() else None, gather_by_store)
         except CheckpointError:
             together(lambda: store.discard(step) if is_main() else None, gather_by_store)
             raise
         if is_main():
-            self.num_bytes = store.num_bytes(step)
             try:
+                self.num_bytes = store.num_bytes(step)
                 store.rotate()
             except OSError as problem:
                 warn(f"old checkpoints could not be removed: {problem}")
@@ -441,10 +451,10 @@ class RunCheckpoints:
 
         Raises CheckpointError when saves failed several times in a row.
         """
-        self._wait()
         save, self.under_way = self.under_way, None
         if save is None:
             return None
+        self._wait(save)
         if isinstance(save.error, CheckpointError):
             self.num_failed += 1
             line = f"checkpoint of step {save.step} was not saved: {save.error}"
@@ -461,17 +471,17 @@ class RunCheckpoints:
         self.saved_step = self.saved_step if self.config.disable_ds else save.step
         return save.step, self.store.kept(save.step)[-1]
 
-    def _wait(self) -> None:
-        save = self.under_way
-        if save is None or save.thread is None:
+    def _wait(self, save: Save, limit_s: float = MAX_SAVE_S) -> None:
+        if save.thread is None:
             return
         with progress("waiting for the checkpoint"):
-            save.thread.join(SAY_AFTER_S)
-            if not save.is_over:
+            save.thread.join(min(SAY_AFTER_S, limit_s))
+            if not save.is_over and limit_s > SAY_AFTER_S:
                 said = f"waited {SAY_AFTER_S:.0f} s for the checkpoint of step {save.step}"
                 warn_on_main(f"{said}, which is being written to {self.config.path}")
-                save.thread.join(MAX_SAVE_S)
+                save.thread.join(limit_s)
         if not save.is_over:
+            save.is_left = True
             raise CheckpointError(
                 f"the checkpoint of step {save.step} was not written in {MAX_SAVE_S / 3600:g} "
                 f"hours: {self.config.path} takes no more. Look at its disk."
@@ -479,15 +489,26 @@ class RunCheckpoints:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Wait for a save under way where an error ends the block; not for ranks that are lost, nor
-        where a user waits.
+        """Wait for a save under way where an error ends the block, and say so if it failed: not for
+        ranks that are lost nor where a user waits, and not for long where a process failed.
         """
         try:
             yield
         finally:
-            is_lost = isinstance(sys.exc_info()[1], EngineError)
-            if not (is_lost or stopping.is_asked() or stopping.is_overdue()):
-                self._wait()
+            error, save = sys.exc_info()[1], self.under_way
+            if save is not None:
+                is_lost = isinstance(error, LostRankError)
+                save.is_left = is_lost or stopping.is_asked() or stopping.is_overdue()
+                if not save.is_left:
+                    self._see_off(save, BRIEF_S if isinstance(error, EngineError) else MAX_SAVE_S)
+
+    def _see_off(self, save: Save, limit_s: float) -> None:
+        """Wait for a save that no one asks for any more."""
+        with suppress(CheckpointError):  # the error that ends the run is the one to tell
+            self._wait(save, limit_s)
+        if save.error is not None or not save.is_over:
+            why = save.error or f"it took longer than {limit_s:g} s."
+            warn_on_main(f"checkpoint of step {save.step} was not saved: {why}")
 
     def save_last(self, run: Resumable) -> tuple[tuple[int, Path] | None, str]:
         """Save a run that was asked to stop, even if it keeps no checkpoints, once the save under
@@ -527,7 +548,8 @@ class RunCheckpoints:
         """Keep the model that `export` writes as the best so far, in place of the one before;
         return True if it was saved. A failure costs a line.
         """
-        self._wait()  # it may stage the same step
+        if self.under_way is not None:  # it may stage the same step
+            self._wait(self.under_way)
         try:
             *_, best = on_main(lambda: self.store.stage(step))
             together(partial(export, best))

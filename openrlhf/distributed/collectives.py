@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from openrlhf.distributed.topology import Topology
-from openrlhf.errors import CheckpointError, EngineError, first_line
+from openrlhf.errors import CheckpointError, EngineError, LostRankError, first_line
 from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Quiet
 from openrlhf.utils.rendezvous import open_store
@@ -120,7 +120,7 @@ def naming_lost_ranks() -> Iterator[None]:
         if not is_lost or not dist.is_initialized():
             raise
         own = f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}"
-        raise EngineError(
+        raise LostRankError(
             f"{own} (pid {os.getpid()}) waited for another rank, which has stopped, ended or taken "
             f"longer than {PATIENCE:g} times --rank_timeout_s: {first_line(error)}"
         ) from error

@@ -31,6 +31,7 @@ from openrlhf.utils.run_folder import ENDED_FILE, HOLDER_FILE, POLICY, RECORDS, 
 
 MANIFEST = "manifest.json"
 TEMPORARY = "tmp-"
+REMOVED = f"{TEMPORARY}removed-"
 MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side by side
 GB = 1e9
 ROOM = 0.5  # of the free host memory, for copies of what is saved
@@ -51,10 +52,11 @@ def seal(temporary: Path, final: Path) -> None:
     """
     write_json(temporary / MANIFEST, {"files": _digests(temporary)})
     flush(temporary)
-    if final.exists():
-        remove(final)
+    before = _without_its_name(final) if final.exists() else None
     temporary.rename(final)
     flush_one(final.parent)
+    if before is not None:
+        shutil.rmtree(before)
 
 
 def verify(path: Path) -> None:
@@ -73,9 +75,26 @@ def verify(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a folder, which first loses the name that makes it count."""
-    torn = path.with_name(f"{TEMPORARY}removed-{path.name}")
+    shutil.rmtree(_without_its_name(path))
+
+
+def _without_its_name(path: Path) -> Path:
+    torn = path.with_name(f"{REMOVED}{path.name}")
     shutil.rmtree(torn, ignore_errors=True)
-    shutil.rmtree(path.rename(torn))
+    return path.rename(torn)
+
+
+def remove_torn(path: Path) -> None:
+    """Remove a folder that counts for nothing; one that is whole and whose name is free, as a kill
+    between two names leaves it, gets its own.
+    """
+    final = path.with_name(path.name.removeprefix(REMOVED).removeprefix(TEMPORARY))
+    if not final.exists() and (path / MANIFEST).exists():
+        with suppress(CheckpointError, OSError):
+            verify(path)
+            path.rename(final)
+            return
+    shutil.rmtree(path)
 
 
 def num_bytes(path: Path) -> int:

@@ -28,7 +28,13 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.errors import EngineError, LostEngineError, LostRankError, RewardError
+from openrlhf.errors import (
+    CheckpointError,
+    EngineError,
+    LostEngineError,
+    LostRankError,
+    RewardError,
+)
 from openrlhf.rollout.evaluation import evaluation_metrics
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
@@ -213,9 +219,13 @@ class PPOTrainer:
         """Go on from the last checkpoint with new ranks in place of lost ones, and with the samples
         of the step under way where they are of its policy.
         """
-        lost_at = time.monotonic()
-        with suppress(LostRankError):
+        lost_at, failed = time.monotonic(), None
+        try:
             self.end_save()  # one under way is whole, or lost with the rank
+        except LostRankError:
+            pass
+        except CheckpointError as error:  # one too many: the model is exported by the new ranks
+            failed = error
         saved = self.state.opened.last()
         last_step = 0 if saved is None else saved.step
         if self.state.global_step != last_step + 1:
@@ -231,6 +241,8 @@ class PPOTrainer:
         self.broadcast_to_vllm()
         seconds, step = time.monotonic() - lost_at, self.state.global_step
         notice(f"{why.role} is up again after {seconds:.1f} s: going on behind step {step}")
+        if failed is not None:
+            raise failed
 
     @contextmanager
     def resampling(self) -> Iterator[None]:

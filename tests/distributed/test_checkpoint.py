@@ -32,7 +32,7 @@ from openrlhf.distributed.checkpoints import (
     set_random_state,
 )
 from openrlhf.distributed.folders import holding, verify
-from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError
+from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError, LostRankError
 from openrlhf.utils.run_folder import HOLDER_FILE
 from tests.helpers.processes import wait_until
 from tests.tiny import write_jsonl
@@ -209,9 +209,67 @@ def test_a_save_under_way_is_waited_for_where_an_error_ends_the_run(tmp_path: Pa
 
     break_down(1, ValueError("a bug"))
     assert checkpoints.store.steps() == [1] and checkpoints.ended()
-    break_down(2, EngineError("a rank is lost, and may be in the save"))
-    assert checkpoints.store.steps() == [1]
-    assert checkpoints.ended()
+    break_down(2, EngineError("an engine is lost: the ranks, and what they write, are well"))
+    assert checkpoints.store.steps() == [1, 2] and checkpoints.ended()
+    break_down(3, LostRankError("a rank is lost, and may be in the save"))
+    assert checkpoints.store.steps() == [1, 2]
+    assert checkpoints.ended() is None  # nor does it count once the run has ended
+    assert checkpoints.store.steps() == [1, 2]
+
+
+def test_a_save_that_fails_behind_another_error_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    checkpoints = saver(tmp_path)
+
+    def write(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ValueError, match="a bug"), checkpoints.finishing():
+        checkpoints.save(Run(4, write))
+        raise ValueError("a bug")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "checkpoint of step 4 was not saved: [Errno 28] No space left on device" in said
+
+
+def test_what_lost_ranks_left_takes_no_room_of_the_next_save(tmp_path: Path) -> None:
+    checkpoints = saver(tmp_path)
+
+    def write(folder: Path) -> None:
+        fill(folder)
+        raise LostRankError("a rank is lost")
+
+    checkpoints.save(Run(1, write))
+    with pytest.raises(LostRankError):
+        checkpoints.ended()
+    assert list(tmp_path.glob("tmp-*"))
+    checkpoints.save(Run(2, fill))
+    assert checkpoints.ended() and not list(tmp_path.glob("tmp-*"))
+
+
+def die_with_two_names(root: Path) -> None:
+    """Save step 1 again, and be killed when the old one has lost its name."""
+    rename, calls = os.rename, list[object]()
+
+    def once(old: object, new: object) -> None:
+        calls.append(rename(old, new) if not calls else die())
+
+    os.rename = once  # type: ignore[assignment]
+    save(make_store(root, max_num=1), 1)
+
+
+def test_a_step_that_is_saved_again_is_not_lost_by_a_kill(tmp_path: Path) -> None:
+    store = make_store(tmp_path, max_num=1)
+    save(store, 1)
+    process = multiprocessing.get_context("fork").Process(
+        target=die_with_two_names, args=(tmp_path,)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL and latest_step(store) is None
+    store.remove_torn()
+    assert latest_step(store) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step1"]
 
 
 def save_for_ever(root: Path, step: int) -> None:

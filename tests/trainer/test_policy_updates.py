@@ -48,6 +48,21 @@ def make_actor(model: Path, tmp_path: Path, **sections: dict) -> PolicyModelActo
     return actor
 
 
+def test_states_kept_for_a_replay_take_nothing_from_a_checkpoint_under_way(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    actor = make_actor(tiny_model_dir, tmp_path)
+    checkpoint, dump = tmp_path / "checkpoint", tmp_path / "dump"
+    for folder in (checkpoint, dump):
+        folder.mkdir()
+    actor.take_states(str(checkpoint))
+    actor.save_states(str(dump))  # a step that fails, while the copy waits to be written
+    assert actor.write_taken() == ""
+    files = [sorted(p.name for p in (f / "actor").iterdir()) for f in (checkpoint, dump)]
+    assert files[0] == files[1] != []
+    assert "holds no copy" in actor.write_taken()  # nothing is no success
+
+
 def ragged_experience(count: int = 64, *, with_ref: bool = False) -> Experience:
     generator = torch.Generator().manual_seed(0)
 

@@ -170,7 +170,7 @@ class TrainedWorker(ModelWorker):
     prefix: str  # of the metrics "lr" and "grad_norm"
     weight_version = 0  # of the policy; counts its updates
     notes: "Notes"  # of the last `fit`
-    taken: Sequence[Write] = ()  # for a checkpoint, and not yet written
+    taken: Sequence[Write] | None = None  # for a checkpoint, and not yet written
 
     def prepare(
         self, model: Actor | CriticModel, section: ActorConfig | CriticConfig, num_updates: int
@@ -307,34 +307,38 @@ class TrainedWorker(ModelWorker):
 
     def save_states(self, folder: str, has_optimizer: bool = True) -> None:
         """Take states and write them; all ranks call, all or none raise CheckpointError."""
-        self.take_states(folder, has_optimizer)
-        together(self._write_taken)
+        writes = self._copies(folder, has_optimizer)
+        together(lambda: [write() for write in writes])
 
     def take_states(self, folder: str, has_optimizer: bool = True) -> None:
         """Copy weights, optimizer (unless it is left out), schedule and random numbers, which
         `write_taken` writes into a checkpoint's folder; all ranks call, all or none raise
         CheckpointError.
         """
+        self.taken = None  # one copy at a time
+        self.taken = self._copies(folder, has_optimizer)
+
+    def _copies(self, folder: str, has_optimizer: bool) -> Sequence[Write]:
+        """Copy the states; return the functions that write them."""
         # A run that is stopped is saved without --save_steps too, and was not checked at its start.
         together(lambda: self.check_sees(folder))
         own = Path(folder) / self.role
         take = partial(self.engine.take_states, own, has_optimizer=has_optimizer)
-        self.taken = together(lambda: [take(), self.take_own(Path(folder))])
+        return together(lambda: [take(), self.take_own(Path(folder))])
 
     def write_taken(self) -> str:
         """Write what was taken last; return what went wrong, if anything. A thread beside the one
         that trains calls.
         """
+        writes, self.taken = self.taken, None
+        if writes is None:
+            return f"{self.role} rank {self.rank} holds no copy of its states."
         try:
-            self._write_taken()
+            for write in writes:
+                write()
         except (OSError, RuntimeError, CheckpointError) as error:
             return str(error) or type(error).__name__
         return ""
-
-    def _write_taken(self) -> None:
-        writes, self.taken = self.taken, []
-        for write in writes:
-            write()
 
     def num_state_bytes(self) -> int:
         """Return the bytes of the states of all ranks."""
