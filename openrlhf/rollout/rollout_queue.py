@@ -92,6 +92,12 @@ class RolloutQueue:
             self._producer.result()
 
     @property
+    def has_failed(self) -> bool:
+        """Return True once an error has ended generation."""
+        producer = self._producer
+        return producer.done() and not producer.cancelled() and producer.exception() is not None
+
+    @property
     def is_over(self) -> bool:
         """Return True once every prompt has its outcome."""
         return self._core.is_over

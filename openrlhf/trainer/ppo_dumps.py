@@ -111,8 +111,10 @@ class StepDump:
         """Keep the step no more."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def write(self, **outcome: object) -> None:
-        """Keep the step, in place of an earlier attempt; what cannot be written costs a warning."""
+    def write(self, *, says: bool = True, **outcome: object) -> None:
+        """Keep the step, in place of an earlier attempt, and say so; what cannot be written costs a
+        warning.
+        """
         step = self.step_inputs.global_step
         folder = str(self.folder.absolute())  # workers may have another working directory
         try:
@@ -125,8 +127,10 @@ class StepDump:
             self.write_facts(**outcome)
         except (CheckpointError, OSError) as error:
             self.is_chosen = False
+            self.remove()
             warn(f"step {step} was not kept: {error}")
-        else:
+            return
+        if says:
             notice(f"step {step} was kept: {self.how_to_replay}")
 
     def write_samples(self) -> None:

@@ -108,6 +108,7 @@ class PPOTrainer:
         self.is_ended = False  # True once a callback, or --early_stop, has asked for it
         self._ended_at = 0  # the step behind which it was asked
         self._undone: list[Rollout] = []  # samples of the step that is under way
+        self._undone_step = 0  # its number
         self._death: Death | None = None  # of the last step that was not finished
         self._generated = Metrics()  # of these samples
         self._sending = threading.Lock()  # held while weights are sent
@@ -150,6 +151,10 @@ class PPOTrainer:
             except LostRankError as error:
                 if error.role not in self.state.groups:
                     raise
+                if stopping.is_asked():  # it would be started again for nothing
+                    with suppress(LostRankError, CheckpointError):
+                        self.end_save()
+                    raise stopping.Interrupted(self.state.opened.how_to_go_on()) from error
                 self.note_death(error)
                 why = error
         self.tracker.close()
@@ -179,6 +184,7 @@ class PPOTrainer:
         with timed("step_total", metrics):
             if not self._undone:
                 self._generated = Metrics()
+                self._undone_step = state.global_step + 1
                 self._undone = self.generate_unless_stopped(self._generated)
             metrics.merge(self._generated)
             if rollouts := self._undone:
@@ -203,9 +209,9 @@ class PPOTrainer:
 
     def note_death(self, why: LostRankError) -> None:
         """Raise EngineError if the same step has ended a rank in the same way before."""
-        if not self._undone:
+        step, before = self._undone_step, self._death
+        if not self._undone or self.state.global_step != step:  # it was not at work
             return
-        step, before = self.state.global_step, self._death
         self._death = Death.of(why, step, self._undone)
         if self._death == before:
             dump = self.dump_of(self._undone, step)
@@ -228,7 +234,7 @@ class PPOTrainer:
             failed = error
         saved = self.state.opened.last()
         last_step = 0 if saved is None else saved.step
-        if self.state.global_step != last_step + 1:
+        if self._undone_step != last_step + 1 or self.has_lost_generation:
             self._undone = []
         if self._ended_at > last_step:
             self.is_ended = False  # what asked for it is asked again
@@ -243,6 +249,11 @@ class PPOTrainer:
         notice(f"{why.role} is up again after {seconds:.1f} s: going on behind step {step}")
         if failed is not None:
             raise failed
+
+    @property
+    def has_lost_generation(self) -> bool:
+        """Return True once an error has ended what generates beside training."""
+        return False
 
     @contextmanager
     def resampling(self) -> Iterator[None]:
@@ -341,7 +352,7 @@ class PPOTrainer:
         suspect = self._death if is_again else None
         with self.phases.training(), dump.watching():
             if suspect is not None:  # if it ends a rank again, nothing can be read any more
-                dump.write(error=suspect.how)
+                dump.write(says=dump.is_chosen, error=suspect.how)
             with timed("make_experience", metrics):
                 processor = self.inputs.image_processor
                 experience, noted = make_experience(

@@ -1,7 +1,7 @@
 """Asynchronous RL: the step of PPOTrainer behind a bounded queue, filled while it trains."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,18 @@ class PPOTrainerAsync(PPOTrainer):
             super().fit(lost)
             say_dropped(self.queue.take_failed(), self.inputs.prompts)
 
+    @property
+    def has_lost_generation(self) -> bool:
+        return self.queue.has_failed
+
     @contextmanager
     def resampling(self) -> Iterator[None]:
-        self.queue.__exit__(None, None, None)
-        yield
-        self.queue.__enter__()
+        with suppress(LostRankError):  # which has ended generation, and is recovered from
+            self.queue.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.queue.__enter__()
 
     @property
     def is_over(self) -> bool:

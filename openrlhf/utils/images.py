@@ -89,7 +89,8 @@ def _png(image: Image.Image) -> bytes:
 def _as_seen(image: Image.Image) -> Image.Image:
     """Return an image in RGB, turned as its EXIF data say."""
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16 bits of gray, which Pillow would cut off at 255
+    # 16 bits of gray, which Pillow would cut off at 255; whole numbers up to there are 8 bits.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.getextrema()[1] > 255):
         image = image.convert("I").point(lambda value: value * (1 / 256))
     return image.convert("RGB")
 

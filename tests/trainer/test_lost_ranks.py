@@ -23,6 +23,7 @@ from openrlhf.trainer.ray import launcher
 from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.workers.critic_and_frozen import ReferenceModelActor
 from openrlhf.trainer.workers.model_worker import TrainedWorker
+from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback
 from tests.helpers.rollouts import rollout
 from tests.trainer.fakes import (
@@ -148,6 +149,44 @@ def test_a_rank_that_is_lost_while_its_states_are_written_costs_that_checkpoint(
     ledger = trainer.sampler.ledger
     assert ledger.outcomes == {"trained": 32} and not ledger.pending
     assert trainer.state.opened.store.steps()[-1] == world.policy_version == 8
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_rank_that_is_lost_while_nothing_can_be_generated_is_started_again(
+    tmp_path: Path, is_async: bool
+) -> None:
+    waiting: list[object] = []
+
+    def seconds_of(key: tuple[int, int]) -> float:
+        """All engines wait for the rank, once."""
+        if key[1] == 20 and not waiting:
+            waiting.append(key)
+            raise lost("actor")
+        return 0.0
+
+    world = World(seconds_of=seconds_of)
+    trainer, actor = losing_trainer(world, tmp_path, save_steps=1, is_async=is_async)
+    trainer.fit()
+    assert waiting and actor.num_starts == 1
+    assert [step["step"] for step in steps_of(trainer)] == list(range(1, 9))
+    assert trainer.sampler.ledger.outcomes == {"trained": 32}
+
+
+def test_a_run_that_is_asked_to_stop_does_not_start_lost_ranks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, actor = losing_trainer(World(), tmp_path, save_steps=1, lost_in_updates={2})
+    steps = trainer.train_step
+
+    def train_and_ask(rollouts: Any, step: int, metrics: Any) -> Any:
+        if step == 3:
+            monkeypatch.setattr(stopping, "is_asked", lambda: True)
+        return steps(rollouts, step, metrics)
+
+    trainer.train_step = train_and_ask
+    with pytest.raises(stopping.Interrupted, match=f"step 2 was saved in {tmp_path}. To go on, "):
+        trainer.fit()
+    assert actor.num_starts == 0
 
 
 def test_a_run_that_was_to_end_behind_a_step_that_is_made_again_goes_on(tmp_path: Path) -> None:

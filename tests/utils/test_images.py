@@ -51,6 +51,13 @@ def test_sixteen_bits_of_gray_are_scaled(suffix):
         assert red.tobytes() == green.tobytes() == bytes([0, 0, 1, 128, 255])
 
 
+def test_eight_bits_of_gray_as_whole_numbers_are_what_they_are():
+    """As `datasets` stores an array of integers."""
+    gray = Image.fromarray(np.array([[0, 100, 255]], dtype="int32"))
+    assert gray.mode == "I"
+    assert read_picture(gray).open().split()[0].tobytes() == bytes([0, 100, 255])
+
+
 def test_an_image_that_is_given_is_turned_as_its_exif_data_say():
     image = Image.new("RGB", (4, 2))
     image.getexif()[0x0112] = 6  # the top of the scene is at its right

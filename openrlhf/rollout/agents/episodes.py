@@ -263,15 +263,15 @@ class AgentEpisodes:
 
     async def _of_one_version(self, request: EpisodeRequest) -> EpisodeResult:
         """Return the result of an episode, which begins anew if its engine was replaced by one that
-        has later weights.
+        has later weights; raise AgentError where that happens again and again.
         """
         for _ in range(1 + MAX_RESTARTS):
             worker = min(self.workers, key=lambda worker: worker.num_episodes)
             result = await worker.run(request)
             versions = {v for segment in result.segments for v in segment.weight_versions}
             if self.may_mix or len(versions) <= 1:
-                break
-        return result
+                return result
+        raise AgentError(f"its engine was replaced {1 + MAX_RESTARTS} times while it ran")
 
     def rollouts_of(
         self, prompt: PromptRecord, sample_id: str, result: EpisodeResult, group_id: int
