@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# GRPO teaches SmolLM2-135M-Instruct to add numbers of up to two digits, on two CPU cores.
+#   OUT=runs/results/sums   where everything is written       SEED=0   of the run
+#   STEPS=60   optimizer steps       ARGS="--lora_rank 16 …"   flags that come last
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+OUT=${OUT:-runs/results/sums}
+STEPS=${STEPS:-60}
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+
+test -e models/smollm2-135m/README.md || make real-model
+python examples/results/make_sums.py "$OUT" $((16 * STEPS))
+# 16 prompts x 8 samples are a step; matrix products are in bf16, which the cores of a server have.
+python -m openrlhf.cli.main ppo-local \
+    --pretrain models/smollm2-135m --param_dtype bf16 \
+    --prompt_data "$OUT/prompts.jsonl" \
+    --input_key question --label_key answer --apply_chat_template \
+    --remote_rm_url examples/results/sums_reward.py \
+    --advantage_estimator group_norm --n_samples_per_prompt 8 --init_kl_coef 0 \
+    --rollout_batch_size 16 --micro_rollout_batch_size 128 \
+    --train_batch_size 128 --micro_train_batch_size 32 \
+    --prompt_max_len 64 --generate_max_len 16 --temperature 1.0 --vllm_num_engines 0 \
+    --actor_learning_rate 2e-5 --lr_scheduler constant_with_warmup --lr_warmup_ratio 0.05 \
+    --eval_dataset "$OUT/held_out.jsonl" --eval_steps 10 --eval_n_samples_per_prompt 1 \
+    --seed "${SEED:-0}" --save_path "$OUT/rl" ${ARGS:-}

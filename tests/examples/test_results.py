@@ -1,0 +1,22 @@
+"""The scripts behind docs/results.md, with few steps."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from openrlhf.utils.tracker import read_metrics
+from tests.integration.commands import run_command
+
+RESULTS = Path(__file__).resolve().parents[2] / "examples" / "results"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_script_of_sums_trains_the_real_model(tmp_path: Path) -> None:
+    env = os.environ | {"OUT": str(tmp_path), "STEPS": "1", "ARGS": "--eval_steps -1"}
+    run_command("bash", RESULTS / "sums.sh", env=env, timeout=560)
+    records = read_metrics(tmp_path / "rl" / "metrics.jsonl")
+    found = [r["eval/eval_default_pass1"] for r in records if "eval/eval_default_pass1" in r]
+    assert len(found) == 2 and 0.05 < found[0] < 0.2
+    assert (tmp_path / "rl" / "model.safetensors").exists()
