@@ -180,9 +180,10 @@ def gather_by_store(thing: Thing) -> list[Thing]:
     return [json.loads(store.get(key)) for key in keys]
 
 
-def ranks_on_node() -> int:
-    """Return the number of ranks on the node of this one; all ranks call."""
-    return all_gather_object(socket.gethostname()).count(socket.gethostname())
+def ranks_on_node(*, is_counted: bool) -> list[int]:
+    """Return the ranks on the node of this one that are counted; all ranks call."""
+    hosts = all_gather_object(socket.gethostname() if is_counted else None)
+    return [rank for rank, host in enumerate(hosts) if host == socket.gethostname()]
 
 
 def broadcast_object(thing: Thing) -> Thing:
