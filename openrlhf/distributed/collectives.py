@@ -36,7 +36,7 @@ RANK_TIMEOUT_S = 600.0
 PATIENCE = 3.0  # of ranks with one another: while one of them writes a model the others wait
 BEAT = b"beat"
 BEAT_EVERY_S = 2.0
-LOOK_EVERY_S = 0.2
+LOOK_S, MAX_LOOK_S = 0.05, 1.0  # between looks into the store: each time twice as long
 
 # DeepSpeed looks for an accelerator when it is first imported, be it by transformers.
 if not torch.cuda.is_available():
@@ -172,17 +172,31 @@ def gather_by_store(thing: Thing) -> list[Thing]:
     """
     if world_size() == 1:
         return [thing]
-    store, name = distributed_c10d._get_default_store(), f"openrlhf/{next(_number)}"
+    store, number = distributed_c10d._get_default_store(), next(_number)
+    name = f"openrlhf/{number}"
     keys = [f"{name}/{rank}" for rank in range(world_size())]
     store.set(keys[rank()], json.dumps(thing))
-    while not store.check(keys):  # waiting in the store would hold up other threads
-        time.sleep(LOOK_EVERY_S)
-    return [json.loads(store.get(key)) for key in keys]
+    if is_main():  # one looks for the others, who would look for one another
+        store.set(name, json.dumps([json.loads(_found(store, key)) for key in keys]))
+        for key in (*keys, f"openrlhf/{number - 1}"):  # all who are here have read the last one
+            store.delete_key(key)
+    things: list[Thing] = json.loads(_found(store, name))
+    return things
 
 
-def ranks_on_node() -> int:
-    """Return the number of ranks on the node of this one; all ranks call."""
-    return all_gather_object(socket.gethostname()).count(socket.gethostname())
+def _found(store: dist.Store, key: str) -> bytes:
+    """Return a value once there is one; waiting in the store would hold up other threads."""
+    pause_s = LOOK_S
+    while not store.check([key]):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_LOOK_S)
+    return store.get(key)
+
+
+def ranks_on_node(*, is_counted: bool) -> list[int]:
+    """Return the ranks on the node of this one that are counted; all ranks call."""
+    hosts = all_gather_object(socket.gethostname() if is_counted else None)
+    return [rank for rank, host in enumerate(hosts) if host == socket.gethostname()]
 
 
 def broadcast_object(thing: Thing) -> Thing:
@@ -198,13 +212,18 @@ def together(work: Callable[[], Thing], gather: Gather = all_gather_object) -> T
     """Return the result of this rank's work on files; raise CheckpointError on every rank if it
     failed on any, so that all go on or none. `gather`: how they tell one another.
 
-    torch reports a full disk as RuntimeError.
+    torch reports a full disk as RuntimeError. An error of another kind ends the process, which the
+    others notice; in a thread it would not, so that `gather_by_store` tells of it too.
     """
     problems, result = [], None
     try:
         result = work()
     except (OSError, RuntimeError, CheckpointError) as error:
         problems.append(str(error) or type(error).__name__)
+    except Exception as error:
+        if gather is not gather_by_store:
+            raise
+        problems.append(repr(error))
     everyones = [problem for part in gather(problems) for problem in part]
     if everyones:
         raise CheckpointError(" ".join(dict.fromkeys(everyones)))

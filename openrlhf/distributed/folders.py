@@ -35,7 +35,12 @@ REMOVED = f"{TEMPORARY}removed-"
 MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side by side
 GB = 1e9
 ROOM = 0.5  # of the free host memory, for copies of what is saved
-CGROUP = Path("/sys/fs/cgroup")  # of a container that may have a limit of its own
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# By the controllers of a line there, those of version 2 first: the limit, and what counts as used.
+LIMITS = {
+    "": ("memory.max", "anon", "shmem"),
+    "memory": ("memory.limit_in_bytes", "total_rss", "total_shmem"),
+}
 
 Write = Callable[[], None]
 
@@ -126,13 +131,21 @@ def save_tensors(content: Mapping[str, Any], path: Path) -> None:
         ) from None
 
 
-def take_tensors(content: Mapping[str, Any], path: Path, *, num_sharing: int = 1) -> Write:
+def take_tensors(
+    content: Mapping[str, Any], path: Path, *, num_sharing: int = 1, is_first: bool = True
+) -> Write:
     """Copy tensors to host memory; return the function that writes the copy as a file, as
     `save_tensors` does. Where memory, which `num_sharing` ranks share, has no room for their copies
-    the tensors themselves are written at once.
+    the tensors themselves are written at once, as the first of these ranks says.
     """
     tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
-    if num_sharing * sum(tensor.nbytes for tensor in tensors) > ROOM * free_memory():
+    num_bytes = num_sharing * sum(tensor.nbytes for tensor in tensors)
+    if num_bytes > ROOM * (free := free_memory()):
+        if is_first:
+            warn(
+                f"the step waits while {path} is written: copies take {num_bytes / GB:.2f} GB, "
+                f"more than half of the free memory of {socket.gethostname()} ({free / GB:.2f} GB)"
+            )
         save_tensors(content, path)
         return nothing
     copy = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), content)
@@ -144,13 +157,21 @@ def nothing() -> None:
 
 
 def free_memory() -> int:
-    """Return the free bytes of host memory, or of the container that this process is limited to."""
+    """Return the free bytes of host memory, or of the container or job that this process is
+    limited to.
+    """
     free: int = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # there is no container, or no limit
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
-        used = {name: int(value) for name, value in map(str.split, lines)}
-        limit = int((CGROUP / "memory.max").read_text())
-        free = min(free, limit - used["anon"] - used["shmem"])
+    lines = OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []
+    for _, kind, path in (line.split(":", 2) for line in lines):
+        if kind not in LIMITS:
+            continue
+        limit, *uses = LIMITS[kind]
+        own = CGROUPS / kind / path.lstrip("/")
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError, KeyError):  # it has no limit
+                room = int((group / limit).read_text())
+                used = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+                free = min(free, room - sum(int(used[name]) for name in uses))
     return free
 
 

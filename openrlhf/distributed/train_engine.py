@@ -169,7 +169,9 @@ class TrainEngine:
         self.device = device
         self.use_universal_ckpt = use_universal_ckpt
         self.num_skipped_steps = 0  # fp16 overflows in a row
-        self._num_sharing = collectives.ranks_on_node()  # the host memory
+        # Under ZeRO-0 every rank holds all, and the first of them copies.
+        self._copies = self.zero_stage > 0 or _place(engine)[1] == 0
+        self._sharing = collectives.ranks_on_node(is_counted=self._copies)  # the host memory
         self.update_ratio = 0.0  # norm of the last update by that of the weights, of this rank
         self._max_norm = max_norm
         # Plain fp32 data parallelism: DeepSpeed clips unseen and never checks, so both are done
@@ -260,12 +262,15 @@ class TrainEngine:
         if collectives.is_main():
             saved = _description_of(self.engine) | {"schedule": self.schedule.state_dict()}
             folders.write_json(folder / ENGINE, saved)
-        tp_rank, dp_rank = _place(self.engine)
-        if dp_rank > 0 and self.zero_stage == 0:  # every rank holds all
+        if not self._copies:
             return folders.nothing
+        tp_rank, dp_rank = _place(self.engine)
         content = _content(self.engine, has_optimizer=has_optimizer)
         file = folder / f"tp{tp_rank}-dp{dp_rank}.pt"
-        return folders.take_tensors(content, file, num_sharing=self._num_sharing)
+        is_first = self._sharing[0] == collectives.rank()
+        return folders.take_tensors(
+            content, file, num_sharing=len(self._sharing), is_first=is_first
+        )
 
     @property
     def num_state_bytes(self) -> int:

@@ -319,7 +319,7 @@ def test_a_save_without_room_is_not_begun(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_states_are_written_at_once_where_a_copy_has_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = torch.zeros(1000)
 
@@ -330,19 +330,49 @@ def test_states_are_written_at_once_where_a_copy_has_no_room(
         write()
         return torch.load(tmp_path / "file.pt")["weights"].max().item()
 
-    assert [taken(16_000), taken(15_999)] == [0, 1]
+    assert taken(16_000) == 0
+    assert capsys.readouterr().err == ""
+    assert taken(15_999) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: the step waits while {tmp_path}/file.pt is written: copies ")
+    folders.take_tensors({"weights": weights}, tmp_path / "file.pt", num_sharing=2, is_first=False)
+    assert capsys.readouterr().err == ""
 
 
-def test_free_memory_is_that_of_a_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+UNLIMITED = 9223372036854771712
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "room"),
+    [
+        ("0::/\n", {"": "max"}, None),
+        ("0::/\n", {"": "10000"}, 8000),
+        # A job of SLURM is limited above the step that the process is in.
+        ("0::/job_1/step_0\n", {"job_1": "10000", "job_1/step_0": "max"}, 8000),
+        ("0::/job_1/step_0\n", {"job_1": "10000", "job_1/step_0": "7000"}, 5000),
+        ("9:cpu:/a\n4:memory:/a/b\n0::/\n", {"memory/a": "6000", "memory": UNLIMITED}, 4000),
+        # A container of version 1 sees its own group as the root, and the path of the host.
+        ("4:memory:/docker/1f\n", {"memory": "6000"}, 4000),
+        ("4:memory:/\n", {"memory": UNLIMITED}, None),
+    ],
+)
+def test_free_memory_is_that_of_the_container_or_job(
+    groups: str, limits: dict, room: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "CGROUP", tmp_path)
+    monkeypatch.setattr(folders, "CGROUPS", tmp_path)
+    monkeypatch.setattr(folders, "OWN_CGROUPS", tmp_path / "own")
     whole = folders.free_memory()
-    (tmp_path / "memory.stat").write_text("anon 1500\nfile 9000\nshmem 500\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert folders.free_memory() == pytest.approx(whole, rel=0.2)
-    (tmp_path / "memory.max").write_text("10000\n")
-    assert folders.free_memory() == 8000
+    (tmp_path / "own").write_text(groups)
+    for name, limit in limits.items():
+        is_first_version = name.startswith("memory")
+        stat = (
+            "total_rss 1500\ntotal_shmem 500\nrss 9" if is_first_version else "anon 1500\nshmem 500"
+        )
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "memory.stat").write_text(f"{stat}\nfile 9000\n")
+        file = "memory.limit_in_bytes" if is_first_version else "memory.max"
+        (tmp_path / name / file).write_text(f"{limit}\n")
+    assert folders.free_memory() == (room or pytest.approx(whole, rel=0.2))
 
 
 def test_random_numbers_go_on_through_json() -> None:

@@ -5,15 +5,19 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from openrlhf.distributed import collectives
-from openrlhf.distributed.collectives import BEAT
+from openrlhf.distributed.collectives import BEAT, gather_by_store, together
 from openrlhf.distributed.topology import Topology
-from openrlhf.errors import ConfigError
+from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.rendezvous import open_store
+from tests.distributed.spawn import run_ranks
 from tests.integration.heads import free_ports
 
 
@@ -87,3 +91,56 @@ def test_a_store_on_loopback_listens_there_alone(host: str) -> None:
     assert other.get("key") == b"value"
     sockets = [c for c in psutil.Process().net_connections() if c.status == "LISTEN"]
     assert [c.laddr.ip for c in sockets if c.laddr.port == port] == ["127.0.0.1"]
+
+
+class CountingStore:
+    """The store of the world, and how many keys were looked for."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.num_looked_for = store, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_looked_for += len(keys)
+        return self.store.check(keys)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+
+def tell_by_store(folder: Path) -> dict[str, object]:
+    """Say something three times, once of them late; fail on one rank."""
+    dist.init_process_group("gloo")
+    rank, store = dist.get_rank(), CountingStore(distributed_c10d._get_default_store())
+    distributed_c10d._get_default_store = lambda: store
+    dist.barrier()
+    num_before = store.num_keys()
+    dist.barrier()
+    told = [gather_by_store([f"{word} of {rank}"]) for word in ("one", "two")]
+    if rank == 2:
+        time.sleep(2)
+    store.num_looked_for = 0
+    gather_by_store(rank)
+    num_looked_for = store.num_looked_for
+    try:
+        together(lambda: {0: 0, 2: 2}[rank], gather_by_store)
+        error = ""
+    except CheckpointError as problem:
+        error = str(problem)
+    dist.barrier()
+    num_left = store.num_keys() - num_before
+    dist.barrier()
+    return {"told": told, "looked for": num_looked_for, "error": error, "left": num_left}
+
+
+def test_threads_of_ranks_tell_one_another_with_few_looks_and_leave_nothing(
+    tmp_path: Path,
+) -> None:
+    found = run_ranks(tell_by_store, 3, tmp_path)
+    for rank in found:
+        assert rank["told"] == [
+            [[f"{word} of {rank}"] for rank in range(3)] for word in ("one", "two")
+        ]
+        assert rank["error"] == "KeyError(1)"
+        assert rank["left"] == 1  # the last result, which nobody knows to be read
+    # Ranks that look every 0.2 s for three keys each look for 30 in two seconds.
+    assert [rank["looked for"] < 15 for rank in found] == [True] * 3

@@ -142,6 +142,7 @@ def run_case(options: dict, folder: Path, name: str) -> dict:
         "norm_after": norm_after,
         "is_restored": is_restored,
         "num_bytes": num_bytes,
+        "sharing": engine._sharing,
     }
 
 
@@ -205,6 +206,7 @@ def test_states_written_while_training_goes_on_are_those_written_at_once(
     at_once, taken = folder / "world2" / case, folder / "world2" / f"{case}-taken"
     files = sorted(file.name for file in at_once.iterdir())
     assert len(files) == (2 if case == "zero0" else 3)
+    assert results[0][case]["sharing"] == ([0] if case == "zero0" else [0, 1])
     for file in files:
         assert (at_once / file).read_bytes() == (taken / file).read_bytes()
     parts = [part for file in taken.glob("*.pt") for part in torch.load(file).values()]
