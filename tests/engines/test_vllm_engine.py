@@ -204,7 +204,7 @@ def test_a_sync_that_is_broken_off_does_not_end_an_engine_of_two_workers(tiny_mo
         """Another engine dies while a bucket is sent."""
 
         def start_sending(self, data: torch.Tensor) -> dict[int, Future[Any]]:
-            self.break_off()
+            self.break_off("its peer failed")
             return {}
 
     engine, trained = start(tiny_model_dir, tensor_parallel_size=2), load(tiny_model_dir)
