@@ -1,10 +1,11 @@
 """vLLM in this process samples what the trainer computes, before and after weight updates."""
 
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from openrlhf.distributed.weights import as_stored
 from openrlhf.engines.base import Completion
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_receiver import report_full_logprobs
-from openrlhf.errors import EngineError, LostEngineError, WeightSyncError
+from openrlhf.errors import EngineError, LostEngineError, MachineError, WeightSyncError
 from openrlhf.trainer.workers.weight_sync import BroadcastTransport
 from openrlhf.utils.tensors import fingerprint
 from tests.distributed.spawn import run_ranks
@@ -178,6 +179,28 @@ def test_an_engine_whose_device_fails_is_lost_and_says_so(tiny_model_dir, where)
         with pytest.raises(LostEngineError, match=r"down: CUDA error: an illegal memory access$"):
             call()
     engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said", "is_ended"),
+    [
+        (NotImplementedError("no sleep mode"), NotImplementedError, "^no sleep mode$", False),
+        (torch.OutOfMemoryError("CUDA out of memory."), MachineError, "memory. Type a sm", True),
+        (RuntimeError("CUDA error: launch failure"), LostEngineError, "launch failure", True),
+    ],
+)
+def test_what_another_engine_would_meet_too_does_not_make_one_lost(error, raised, said, is_ended):
+    def wake_up(tags: list[str]) -> None:
+        raise error
+
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._waiting, engine._end, engine._is_stepping = {}, None, True
+    engine._thread, engine.llm = ThreadPoolExecutor(1), SimpleNamespace(wake_up=wake_up)
+    with pytest.raises(raised, match=said):
+        engine.wake_up("weights")
+    assert (engine._end is not None) == is_ended
+    if is_ended:
+        assert isinstance(engine._down(), LostEngineError) == (raised is LostEngineError)
 
 
 def test_a_transfer_that_is_broken_off_does_not_end_the_engine(engine, model):
