@@ -111,6 +111,10 @@ class LostRankError(EngineError):
     role = ""  # of its group
 
 
+class NoRestartError(EngineError):
+    """A fault that another process in place of a lost one would meet, too."""
+
+
 class WeightSyncError(OpenRLHFError):
     """An engine does not hold the weights the trainer sent."""
 

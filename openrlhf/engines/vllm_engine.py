@@ -22,6 +22,7 @@ from openrlhf.errors import (
     ConfigError,
     EngineError,
     LostEngineError,
+    MachineError,
     OpenRLHFError,
     WeightSyncError,
     first_line,
@@ -55,7 +56,7 @@ class VLLMEngine:
     Its thread works off a queue: each item is a command or one step of vLLM, and a step queues the
     next one behind what came in meanwhile. An error of a step, or of the device in a command, ends
     the engine: every waiting and later call raises LostEngineError. Any other error of a command
-    belongs to its caller alone.
+    belongs to its caller alone; one for want of memory, a MachineError, ends the engine too.
     """
 
     who = "the vLLM engine"
@@ -255,6 +256,14 @@ class VLLMEngine:
             self._check_is_up()
             try:
                 return command()
+            except NotImplementedError:
+                raise
+            except torch.OutOfMemoryError as error:  # another engine would have no more
+                full = MachineError(
+                    f"{first_line(error)} Type a smaller --vllm_gpu_memory_utilization."
+                )
+                self._fail(full)
+                raise full from error
             except RuntimeError as error:  # of a worker in another process, or of the device
                 self._fail(error)
                 raise self._down() from error
@@ -368,7 +377,7 @@ class VLLMEngine:
             assert not self._is_current, "begin_weight_update was not called"
             try:
                 return command()
-            except (EngineError, RuntimeError):
+            except (EngineError, torch.OutOfMemoryError):
                 raise
             except BaseException as error:
                 self._fail(error)

@@ -27,6 +27,7 @@ GROUP_TIMEOUT = timedelta(seconds=600)
 CONNECT_TIMEOUT = timedelta(seconds=10)  # to who serves the store, who does so before others come
 LOOK_EVERY_S = 0.5  # whether a broadcast that lasts was broken off
 BROKEN_OFF = "broken_off"  # the key of the store that says so
+WAS_BROKEN_OFF = "the broadcast of weights was broken off"  # said by those who left it
 HERE = "here/"  # those of the members that have come
 
 Handle = tuple[Any, ...]  # opens a buffer in another process of the same place
@@ -169,7 +170,7 @@ class Broadcasts:
             if waited_s > look_at_s:
                 look_at_s += LOOK_EVERY_S
                 if self._is_broken_off():
-                    raise EngineError("the broadcast of weights was broken off")
+                    raise EngineError(WAS_BROKEN_OFF)
             time.sleep(min(max(waited_s / 100, 0.0001), 0.02))
 
     def _is_broken_off(self) -> bool:

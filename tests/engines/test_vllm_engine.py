@@ -1,10 +1,11 @@
 """vLLM in this process samples what the trainer computes, before and after weight updates."""
 
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from openrlhf.distributed.weights import as_stored
 from openrlhf.engines.base import Completion
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_receiver import report_full_logprobs
-from openrlhf.errors import EngineError, LostEngineError, WeightSyncError
+from openrlhf.errors import EngineError, LostEngineError, MachineError, WeightSyncError
 from openrlhf.trainer.workers.weight_sync import BroadcastTransport
 from openrlhf.utils.tensors import fingerprint
 from tests.distributed.spawn import run_ranks
@@ -180,6 +181,28 @@ def test_an_engine_whose_device_fails_is_lost_and_says_so(tiny_model_dir, where)
     engine.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("error", "raised", "said", "is_ended"),
+    [
+        (NotImplementedError("no sleep mode"), NotImplementedError, "^no sleep mode$", False),
+        (torch.OutOfMemoryError("CUDA out of memory."), MachineError, "memory. Type a sm", True),
+        (RuntimeError("CUDA error: launch failure"), LostEngineError, "launch failure", True),
+    ],
+)
+def test_what_another_engine_would_meet_too_does_not_make_one_lost(error, raised, said, is_ended):
+    def wake_up(tags: list[str]) -> None:
+        raise error
+
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._waiting, engine._end, engine._is_stepping = {}, None, True
+    engine._thread, engine.llm = ThreadPoolExecutor(1), SimpleNamespace(wake_up=wake_up)
+    with pytest.raises(raised, match=said):
+        engine.wake_up("weights")
+    assert (engine._end is not None) == is_ended
+    if is_ended:
+        assert isinstance(engine._down(), LostEngineError) == (raised is LostEngineError)
+
+
 def test_a_transfer_that_is_broken_off_does_not_end_the_engine(engine, model):
     """One in a worker of several would, for vLLM takes the reply of the first alone."""
     worker = engine.llm.model_executor.driver_worker.worker
@@ -204,7 +227,7 @@ def test_a_sync_that_is_broken_off_does_not_end_an_engine_of_two_workers(tiny_mo
         """Another engine dies while a bucket is sent."""
 
         def start_sending(self, data: torch.Tensor) -> dict[int, Future[Any]]:
-            self.break_off()
+            self.break_off("its peer failed")
             return {}
 
     engine, trained = start(tiny_model_dir, tensor_parallel_size=2), load(tiny_model_dir)

@@ -15,7 +15,7 @@ from openrlhf.commands.train_rl import fit_and_export, init_models, phases_of
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
-from openrlhf.errors import EngineError, LostRankError
+from openrlhf.errors import DataError, EngineError, LostRankError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import start_forward
@@ -294,6 +294,30 @@ def test_a_rank_that_hangs_while_its_model_loads_is_started_again(
     said = " ".join(capsys.readouterr().err.split())
     assert "critic rank 0 of 2 on node 10.0.0.1 did not respond in 1800 s; critic is" in said
     assert "restart 1 of 3" in said
+
+
+def test_the_error_of_one_rank_is_raised_though_its_peers_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handles = [SimpleNamespace(run=SimpleNamespace(remote=lambda *_, n=n: n)) for n in range(3)]
+    monkeypatch.setattr(launcher, "start_actor", lambda *_: handles.pop(0))
+
+    def wait(references: list[int], **_: object) -> tuple[list[int], list[int]]:
+        done = [number for number in references if number == 1]
+        return done, [number for number in references if number != 1]
+
+    def get(reference: int, timeout: float) -> None:
+        if reference != 1:
+            raise launcher.ray.exceptions.GetTimeoutError
+        raise launcher.ray.exceptions.RayTaskError("run", "", DataError("row 3: no prompt"))
+
+    monkeypatch.setattr(launcher.ray, "wait", wait)
+    monkeypatch.setattr(launcher.ray, "get", get)
+    group = launcher.RayActorGroup(
+        TrainedWorker, PPOConfig(), [{}, {}, {}], role="actor", run_dir="run"
+    )
+    with pytest.raises(DataError, match=r"^row 3: no prompt \[actor rank 1 of 3\]$"):
+        group.call(TrainedWorker.offload_states)
 
 
 def test_a_new_engine_and_training_take_turns_on_devices_that_they_share() -> None:

@@ -10,7 +10,7 @@ import pytest
 from openrlhf.config.cli import parse_config
 from openrlhf.config.generation import AgentsConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ConfigError, EngineError, LostRankError
+from openrlhf.errors import ConfigError, LostRankError, NoRestartError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_utils.demands import (
     ClusterView,
@@ -145,7 +145,7 @@ def test_a_tensor_parallel_engine_leads_workers_on_shares_of_its_gpus(
     ("state", "error", "said"),
     [
         ("CREATED", LostRankError, r"rank 0 did not start in 4 s \(--restart_timeout_s\)"),
-        ("RESCHEDULING", EngineError, r"no other had room for it in 6 s \(--node_wait_s\)"),
+        ("RESCHEDULING", NoRestartError, r"no other had room for it in 6 s \(--node_wait_s\)"),
     ],
 )
 def test_a_process_in_place_of_a_lost_one_is_not_waited_for_for_ever(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from openrlhf.errors import EngineError, LostEngineError
+from openrlhf.errors import EngineError, LostEngineError, NoRestartError
 from openrlhf.trainer.ray import launcher, restarts
 from openrlhf.trainer.ray.recovery import EngineRecovery
 from openrlhf.trainer.ray.restarts import Restarts
@@ -98,6 +98,19 @@ def test_an_engine_that_is_not_started_again_raises_where_it_is_asked_for() -> N
     with pytest.raises(EngineError, match="0 restart"):
         wait_until(lambda: engine.is_up and False)
     assert events == ["killed"]  # it may hang, and be waited for
+
+
+def test_the_run_ends_after_one_wait_where_no_node_has_room_for_an_engine() -> None:
+    engine, events, _ = started()
+
+    def ready_again() -> None:
+        raise NoRestartError("vllm-0 was on a node that is gone")
+
+    engine.ready_again = ready_again  # type: ignore[method-assign]
+    engine.lose(DEAD)
+    with pytest.raises(EngineError, match=r"^vllm-0 was on a node that is gone$"):
+        wait_until(lambda: engine.is_up and False)
+    assert events == ["killed", "started"]
 
 
 def test_an_engine_that_hangs_is_ended_before_there_is_room_for_another() -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -13,8 +14,8 @@ import torch
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import WeightBucket
 from openrlhf.engines.weight_transfer import Broadcasts, BucketReader, HostMemory
-from openrlhf.errors import LostEngineError, WeightSyncError
-from openrlhf.trainer.workers import weight_sync
+from openrlhf.errors import EngineError, LostEngineError, NoRestartError, WeightSyncError
+from openrlhf.trainer.workers import policy, weight_sync
 from openrlhf.trainer.workers.weight_sync import (
     BroadcastTransport,
     HandleTransport,
@@ -177,6 +178,45 @@ def test_an_engine_that_never_comes_to_the_group_does_not_hold_the_others():
     assert time.monotonic() - started < 8
     assert {k: failure.is_lost for k, failure in transport.failed.items()} == {0: True, 1: False}
     assert not other.buckets
+
+
+class Unplugged(BroadcastTransport):
+    """The trainer cannot send."""
+
+    def start_sending(self, data: torch.Tensor) -> dict:
+        def fail() -> None:
+            raise EngineError("the broadcast of weights failed: NCCL error")
+
+        return {weight_sync.TRAINER: self._pool.submit(fail)}
+
+
+def test_engines_are_not_blamed_for_a_failure_of_the_trainer():
+    transport = connected([FakeEngine(), FakeEngine()], Unplugged)
+    transport.send(WEIGHTS, 3)
+    why = weight_sync.SyncFailure("the broadcast of weights failed: NCCL error", is_lost=False)
+    assert transport.failed == {0: why, 1: why}
+    # An engine that dies is behind what the trainer feels of it.
+    transport = connected([FakeEngine("dies"), FakeEngine()], Unplugged)
+    transport.engines[0].buckets.append(("a",))
+    transport.send(WEIGHTS, 3)
+    assert transport.failed[0].is_lost and transport.own_error is None
+
+
+def test_a_trainer_that_fails_twice_ends_the_run_instead_of_engines(monkeypatch):
+    monkeypatch.setattr(policy, "weight_route", lambda *_, **__: (Unplugged, CPU))
+    monkeypatch.setattr(policy, "stored_parameters", lambda _: WEIGHTS)
+    trainer = SimpleNamespace(
+        transport=None,
+        is_actor=True,
+        config=PPOConfig(),
+        engine=SimpleNamespace(module=torch.nn.Linear(2, 2), device=CPU),
+        endpoint=endpoint,
+        weight_version=3,
+    )
+    engines, send = [FakeEngine()], policy.PolicyModelActor.broadcast_to_vllm
+    assert not send(trainer, engines)[0].is_lost
+    with pytest.raises(NoRestartError, match="NCCL error"):
+        send(trainer, engines, is_again=True)
 
 
 class Place(HostMemory):

@@ -379,9 +379,9 @@ class RayActorGroup(WorkerGroup):
         """
         others = [other for other in references if other != references[rank]]
         if not isinstance(error, LostRankError):
-            if others:
-                ray.wait(others, num_returns=len(others), timeout=PEERS_S)
-            for other in others:
+            # One that still works is not lost: it may hang in a collective with this one.
+            done = ray.wait(others, num_returns=len(others), timeout=PEERS_S)[0] if others else []
+            for other in done:
                 try:
                     get(other, self.who(references.index(other)), 0.0)
                 except LostRankError as of_peer:

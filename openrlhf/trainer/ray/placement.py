@@ -15,7 +15,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.config.generation import AgentsConfig
-from openrlhf.errors import ConfigError, EngineError, LostEngineError, LostRankError
+from openrlhf.errors import ConfigError, LostEngineError, LostRankError, NoRestartError
 from openrlhf.trainer.ppo_utils.demands import (
     ClusterView,
     RoleDemand,
@@ -122,8 +122,8 @@ def wait_for_node(
     lost: type[LostEngineError | LostRankError] = LostRankError,
 ) -> None:
     """Wait until a new actor is up. If the node of its slot is gone, Ray moves the slot to another
-    one; raise EngineError if none has room for `node_wait_s` seconds, `lost` if the node is there
-    and the process is not up in `restart_timeout_s`.
+    one; raise NoRestartError if none has room for `node_wait_s` seconds, `lost` if the node is
+    there and the process is not up in `restart_timeout_s`.
     """
     group, reference = slot["scheduling_strategy"].placement_group, handle.health.remote()
     quiet, placed_s = Quiet(), 0.0
@@ -136,7 +136,7 @@ def wait_for_node(
         if placed_s >= limits.restart_timeout_s:
             raise lost(f"{who} did not start in {placed_s:.0f} s (--restart_timeout_s)")
         if quiet.seconds >= limits.node_wait_s:
-            raise EngineError(
+            raise NoRestartError(
                 f"{who} was on a node that is gone, and no other had room for it in "
                 f"{limits.node_wait_s:g} s "
                 "(--node_wait_s). Start one, or go on with fewer ranks: type fewer, and "

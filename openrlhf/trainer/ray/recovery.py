@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from openrlhf.errors import EngineError, LostEngineError, LostRankError, OpenRLHFError
+from openrlhf.errors import (
+    EngineError,
+    LostEngineError,
+    LostRankError,
+    NoRestartError,
+    OpenRLHFError,
+)
 from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils.console import notice, warn
@@ -73,6 +79,8 @@ class EngineRecovery:
                     time.sleep(RETRY_S)  # until the trainer is started again
                     with self._room:
                         has_weights = self._update_weights(engine)
+            except NoRestartError:
+                raise
             except OpenRLHFError as error:  # memory that the dead one still holds, a taken port
                 why = LostEngineError(str(error))
             else:

@@ -23,6 +23,7 @@ from openrlhf.distributed.weights import (
 )
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.errors import NoRestartError
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
@@ -229,8 +230,10 @@ class PolicyModelActor(TrainedWorker):
         rank 0 returns those that failed, by index.
 
         `keep_running`: requests that run go on under the new weights (partial rollout); without it
-        they are refused. `is_again`: engines failed the last time.
+        they are refused. `is_again`: engines failed the last time. Raise NoRestartError if that was
+        the trainer's own failure, and is again.
         """
+        error_before = self.transport.own_error if self.transport is not None else None
         if is_again or self.transport is None or self.transport.engines != list(engines):
             route: type[WeightTransport] = HandleTransport
             device = torch.device("cpu")
@@ -253,6 +256,8 @@ class PolicyModelActor(TrainedWorker):
             )
         tensors = stored_parameters(self.engine.module)
         self.transport.send(tensors, self.weight_version, keep_running=keep_running)
+        if (error := self.transport.own_error) and error_before:
+            raise NoRestartError(str(error)) from error
         return self.transport.failed
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:

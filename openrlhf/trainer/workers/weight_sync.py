@@ -19,6 +19,7 @@ from openrlhf.distributed.collectives import all_gather_object, barrier, rank
 from openrlhf.engines.base import RolloutEngine, WeightBucket
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_transfer import (
+    WAS_BROKEN_OFF,
     Broadcasts,
     Handle,
     memory_of,
@@ -72,6 +73,7 @@ class WeightTransport:
         self.workers_per_engine = workers_per_engine
         self.num_workers = (num_engines or len(engines)) * workers_per_engine
         self.failed: dict[int, SyncFailure] = {}  # engines by index; nothing is sent to them
+        self.own_error: BaseException | None = None  # of the trainer, if no engine is behind it
         self.memory = memory_of(device)
         self.bucket_bytes = max(self.memory.bucket_bytes, num_bytes // NUM_BUCKETS)
         self._buffers: list[tuple[Tensor, Handle]] = []  # the one that is filled comes last
@@ -90,7 +92,7 @@ class WeightTransport:
         """Send what no address stands for; rank 0 calls."""
         return {}
 
-    def break_off(self) -> None:
+    def break_off(self, why: str) -> None:
         """Have engines go on whose peers have failed."""
 
     def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
@@ -193,18 +195,21 @@ class WeightTransport:
         for error in errors:
             if not isinstance(error, EngineError):
                 raise error
+        own_error = calls[TRAINER].exception() if calls.get(TRAINER) in done else None
         if errors or late:
-            self.break_off()
+            self.break_off(str(own_error or "its peer failed"))
             wait(late, self.wait_s)
         results = {}
         for index, call in calls.items():
             error = call.exception() if call.done() else None
             if call.done() and error is None:
                 results[index] = call.result()
-            elif index != TRAINER:
+            elif index != TRAINER and WAS_BROKEN_OFF not in str(error):
+                own_error = None
                 late_by = f"{self.engines[index].who} took no weights for {self.wait_s:g} s"
                 is_lost = error is None or isinstance(error, LostEngineError)
                 self.failed[index] = SyncFailure(str(error or late_by), is_lost)
+        self.own_error = self.own_error or own_error
         return results
 
 
@@ -251,11 +256,11 @@ class BroadcastTransport(WeightTransport):
         assert self._group is not None
         return {TRAINER: self._pool.submit(self._group.broadcast, data)}
 
-    def break_off(self) -> None:
+    def break_off(self, why: str) -> None:
         if self._group is not None:
             self._group.break_off()
         for index in set(range(len(self.engines))) - self.failed.keys():
-            self.failed[index] = SyncFailure("its peer failed", is_lost=False)
+            self.failed[index] = SyncFailure(why, is_lost=False)
 
 
 class ObjectTransport(WeightTransport):
