@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -90,7 +90,8 @@ def _as_seen(image: Image.Image) -> Image.Image:
     """Return an image in RGB, turned as its EXIF data say."""
     image = ImageOps.exif_transpose(image)
     # 16 bits of gray, which Pillow would cut off at 255; whole numbers up to there are 8 bits.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.getextrema()[1] > 255):
+    brightest = max(cast(tuple[float, float], image.getextrema())) if image.mode == "I" else 0
+    if image.mode.startswith("I;16") or brightest > 255:
         image = image.convert("I").point(lambda value: value * (1 / 256))
     return image.convert("RGB")
 
