@@ -213,7 +213,7 @@ def together(work: Callable[[], Thing], gather: Gather = all_gather_object) -> T
     failed on any, so that all go on or none. `gather`: how they tell one another.
 
     torch reports a full disk as RuntimeError. An error of another kind ends the process, which the
-    others notice; in a thread it would not, so that `gather_by_store` tells of it too.
+    others notice; in a thread it would not, so that `gather_by_store` tells others of it too.
     """
     problems, result = [], None
     try:
@@ -221,7 +221,7 @@ def together(work: Callable[[], Thing], gather: Gather = all_gather_object) -> T
     except (OSError, RuntimeError, CheckpointError) as error:
         problems.append(str(error) or type(error).__name__)
     except Exception as error:
-        if gather is not gather_by_store:
+        if gather is not gather_by_store or world_size() == 1:
             raise
         problems.append(repr(error))
     everyones = [problem for part in gather(problems) for problem in part]
