@@ -221,7 +221,7 @@ def together(work: Callable[[], Thing], gather: Gather = all_gather_object) -> T
     except (OSError, RuntimeError, CheckpointError) as error:
         problems.append(str(error) or type(error).__name__)
     except Exception as error:
-        if gather is not gather_by_store:
+        if gather is not gather_by_store or world_size() == 1:  # there is nobody to tell
             raise
         problems.append(repr(error))
     everyones = [problem for part in gather(problems) for problem in part]
