@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import rich.console
 import rich.progress
 
-from openrlhf.utils.console import is_terminal, make_console
+from openrlhf.utils.console import is_terminal, make_console, notice
 
 SAY_AFTER_S = 20.0  # without progress
 DELAY_S = 1.0  # a bar appears when its work has lasted this long
@@ -42,6 +42,23 @@ class Quiet:
     def reset(self) -> None:
         """Begin anew: there was progress."""
         self.seconds, self.say_after_s = 0.0, SAY_AFTER_S
+
+
+@contextmanager
+def saying_who_is_awaited(who: str, see: str) -> Iterator[None]:
+    """Say now and then, while the block lasts, who has not started, and where to look."""
+    is_over, quiet = threading.Event(), Quiet()
+
+    def say() -> None:
+        while not is_over.wait(left_s := quiet.say_after_s - quiet.seconds):
+            quiet.add(left_s)
+            notice(f"waited {quiet.seconds:.0f} s for {who} to start: see {see}")
+
+    threading.Thread(target=say, name="awaited", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 class Health(NamedTuple):

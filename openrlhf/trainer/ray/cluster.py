@@ -25,7 +25,7 @@ from openrlhf.trainer.ray.watch import (
     WatchedRank,
     WatchedRay,
 )
-from openrlhf.utils.progress import progress
+from openrlhf.utils.progress import progress, saying_who_is_awaited
 
 
 @contextmanager
@@ -72,11 +72,13 @@ def ray_cluster(
         for engine in engines:
             at_the_end(engine.kill)
         with progress("starting workers", len(groups) + len(engines)) as advance:
-            for group in groups.values():
-                group.join()
+            for role, group in groups.items():
+                with saying_who_is_awaited(role, f"{group.logs}*"):
+                    group.join()
                 advance()
-            for engine in engines:
-                engine.ready()
+            for engine in engines:  # may fetch its model first, so that no limit would be right
+                with saying_who_is_awaited(engine.name, f"{engine.log}*"):
+                    engine.ready()
                 advance()
         recovery = EngineRecovery(engines, restarts)
         at_the_end(recovery.close)
