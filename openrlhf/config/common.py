@@ -407,7 +407,7 @@ class TextDataConfig(Base):
 
 
 class StopConfig(Base):
-    """Where responses end, beside the tokens that end a turn."""
+    """Texts and tokens that end a response, beside those that end a turn."""
 
     stop: tuple[str, ...] | None = option(
         None, "Texts that end a response; a line break is $'\\n'.", min_length=1, splits=False

@@ -26,7 +26,7 @@ _THOUGHTS = re.compile(r"(</?think>)")
 
 @dataclass(frozen=True)
 class Writing:
-    """How a template gets the messages of a shape, and what it does not write."""
+    """The form in which a template takes messages of a shape, and what it does not write."""
 
     has_parts: bool = False  # content is a list with a part of text
     has_text_arguments: bool = False  # arguments of calls are JSON text

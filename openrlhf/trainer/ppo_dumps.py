@@ -40,7 +40,7 @@ OF_DATA = ("label", "datasource", "columns", "source_prompt")  # any values; a r
 
 @dataclass(frozen=True)
 class Death:
-    """How a step has ended a rank.
+    """The end of a rank in a step.
 
     Example: `Death(5, "actor rank  of  died: pid  was killed by SIGKILL", ("step5/1/0",))`
     """

@@ -124,7 +124,7 @@ def test_grpo_learns_colours_while_it_generates(root: Path, ray_cluster: None) -
     flags = "--vllm_num_engines 1 --async_train --async_queue_size 1 --partial_rollout"
     assert train(root, "async", flags, main=train_ppo_ray.main) == 0
     rewards = [step["reward"] for step in steps_of(root / "async")]
-    assert fmean(rewards[-10:]) > fmean(rewards[:3]) + 0.1  # how stale samples are varies
+    assert fmean(rewards[-10:]) > fmean(rewards[:3]) + 0.1  # staleness differs from run to run
 
 
 def test_a_policy_whose_pictures_say_nothing_does_not_learn(root: Path) -> None:
