@@ -63,12 +63,9 @@ def make_tokenizer(path: Path, kind: str = "qwen2_vl") -> transformers.PreTraine
     return tokenizer
 
 
-def config_of(kind: str, tokenizer: transformers.PreTrainedTokenizerFast, patch: int):
-    """The config of a family: hidden size 64, two layers, head size 32."""
-    if kind not in QWEN:
-        return tiled_config(kind, tokenizer)
-    rope = {"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 10000.0}
-    text = {
+def text_sizes(tokenizer: transformers.PreTrainedTokenizerFast) -> dict:
+    """What the language models of all families have in common."""
+    return {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -79,8 +76,15 @@ def config_of(kind: str, tokenizer: transformers.PreTrainedTokenizerFast, patch:
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": rope,
     }
+
+
+def config_of(kind: str, tokenizer: transformers.PreTrainedTokenizerFast, patch: int):
+    """The config of a family: hidden size 64, two layers, head size 32."""
+    if kind not in QWEN:
+        return tiled_config(kind, tokenizer)
+    rope = {"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 10000.0}
+    text = text_sizes(tokenizer) | {"rope_parameters": rope}
     vision = {"depth": 2, "hidden_size": 64, "num_heads": 2, "patch_size": patch}
     vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
     names = ("vision_start", "vision_end", "image", "video")
@@ -100,19 +104,8 @@ def config_of(kind: str, tokenizer: transformers.PreTrainedTokenizerFast, patch:
 
 def tiled_config(kind: str, tokenizer: transformers.PreTrainedTokenizerFast):
     """The config of a family that cuts pictures into tiles, of the same size."""
-    text = {
-        "model_type": "qwen2" if kind == "internvl" else "llama",
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 2048,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    family = "qwen2" if kind == "internvl" else "llama"
+    text = text_sizes(tokenizer) | {"model_type": family}
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 2, "image_size": TILE, "patch_size": PATCH}
     own = {"text_config": text, "vision_config": vision, "image_token_id": 8}
