@@ -210,7 +210,7 @@ def _experience(work: w.Workload) -> object:
                 reward=float(i % 3),
             )
         )
-    experience = Experience.from_rollouts(rollouts)
+    experience = Experience.from_rollouts(rollouts).laid_out()
     noise = torch.randn(
         len(experience.rollout_logprobs), generator=torch.Generator().manual_seed(0)
     )

@@ -226,8 +226,10 @@ def show_tokens(
     """
     import pyarrow.parquet  # noqa: PLC0415 - heavy
 
+    experience = experience.laid_out()
     columns = token_columns(config, experience, results)
     mask_T = experience.action_mask
+    assert mask_T is not None and experience.token_ids is not None
     texts = TokenTexts(tokenizer_of(config, config.policy_path))(
         experience.token_ids[mask_T].tolist()
     )

@@ -55,7 +55,7 @@ def ragged_set(count: int) -> Experience:
         rollout([draw(6, 64) for _ in range(draw(1, 9))], [draw(6, 64) for _ in range(draw(1, 25))])
         for _ in range(count)
     ]
-    experience = Experience.from_rollouts(samples)
+    experience = Experience.from_rollouts(samples).laid_out()
     noise = torch.randn(5, len(experience.rollout_logprobs), generator=generator)
     parts = list(noise[0].split(experience.num_actions.tolist()))
     parts[1::3] = [torch.zeros_like(part) for part in parts[1::3]]

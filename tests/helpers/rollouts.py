@@ -36,7 +36,7 @@ def rollout(
 
 def largest_gap(model_dir, rollouts, temperature, processor=None) -> float:
     """The most that engine and trainer differ in the log-prob of a sampled token."""
-    experience = Experience.from_rollouts(rollouts)
+    experience = Experience.from_rollouts(rollouts).laid_out()
     actor = Actor(load_causal_lm(model_dir))
     with torch.no_grad():
         logprobs = actor(experience.packed(processor), temperature=temperature).logprobs

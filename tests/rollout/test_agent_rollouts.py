@@ -152,7 +152,7 @@ def two_part_batch(tmp_path, tokenizer):
 
 
 def test_parts_of_an_episode_count_once_in_the_metrics(tmp_path, tiny_tokenizer):
-    experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
+    experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer)).laid_out()
     zeros = torch.zeros(len(experience.rollout_logprobs))
     values = experience_metrics(replace(experience, returns=zeros), None).values()
     assert values["reward"] == 1.0  # two episodes of 0.5, two of 1.5; by sequences it were 7 / 6
@@ -165,7 +165,7 @@ def test_parts_of_an_episode_count_once_in_the_metrics(tmp_path, tiny_tokenizer)
 
 def test_parts_of_an_episode_count_once_in_their_group(tmp_path, tiny_tokenizer):
     rollouts = two_part_batch(tmp_path, tiny_tokenizer)
-    experience = Experience.from_rollouts(rollouts)
+    experience = Experience.from_rollouts(rollouts).laid_out()
     rewards = torch.tensor([0.0, 1.0, 3.0, 3.0, 1.0, 1.0])
     groups = torch.tensor([0, 0, 1, 1, 1, 1])
     advantages, _ = estimator("rloo").compute(
@@ -184,7 +184,7 @@ def test_parts_of_an_episode_count_once_in_their_group(tmp_path, tiny_tokenizer)
 
 
 def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
-    experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
+    experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer)).laid_out()
     (steps,) = planned_shares(experience, 1, train_batch_size=2, max_epochs=1, seed=0)
     assert len(steps) == 2
     assert sum(step.num_samples for step in steps) == 6
@@ -195,7 +195,7 @@ def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
 
 
 def test_the_overlong_penalty_sees_the_whole_episode(tmp_path, tiny_tokenizer):
-    experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
+    experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer)).laid_out()
     sections = {"rollout": {"max_new_tokens": 8}, "reward": {"overlong_buffer_len": 4}}
     config = PPOConfig.model_validate(sections)
     penalised = penalised_rewards(config, experience)
@@ -204,7 +204,7 @@ def test_the_overlong_penalty_sees_the_whole_episode(tmp_path, tiny_tokenizer):
 
 def test_feedback_has_no_advantage_and_no_kl(tmp_path, tiny_tokenizer):
     batch = generate(tmp_path, tiny_tokenizer, ["abc"])
-    experience = Experience.from_rollouts(batch.rollouts)
+    experience = Experience.from_rollouts(batch.rollouts).laid_out()
     advantages, _ = estimator("reinforce", no_std_norm=True).compute(
         experience.rewards,
         experience.group_ids,

@@ -78,7 +78,7 @@ def ragged_experience(count: int = 64, *, with_ref: bool = False) -> Experience:
         )
         for i in range(count)
     ]
-    experience = Experience.from_rollouts(rollouts)
+    experience = Experience.from_rollouts(rollouts).laid_out()
     n = len(experience.rollout_logprobs)
     noise = torch.randn(3, n, generator=generator)
     return replace(
@@ -400,7 +400,7 @@ def scores_by_hand(path: Path) -> list[float]:
 def test_a_reward_model_reads_the_tokens_of_samples(
     tiny_model_dir: Path, reward_dir: Path, tmp_path: Path
 ) -> None:
-    experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
+    experience = Experience.from_rollouts(rollouts_of(tiny_model_dir)).laid_out()
     config = config_of(tiny_model_dir, reward_dir, "--micro_rollout_batch_size 1")
     check_tokens(config, tokenizer_of(config, config.policy_path))
     worker = RewardModelActor(config, "reward", str(tmp_path))
@@ -472,7 +472,7 @@ def test_the_clip_range_of_the_policy(
     losses = []
     # A good token is twice as likely as before, a bad one a tenth, a bad one four times.
     for ratio, advantage in ((2.0, 1.0), (0.1, -1.0), (4.0, -1.0)):
-        experience = Experience.from_rollouts([rollout([1], [2])])
+        experience = Experience.from_rollouts([rollout([1], [2])]).laid_out()
         now = worker.compute_logprobs(experience)
         experience = replace(
             experience, advantages=torch.tensor([advantage]), old_logprobs=now - math.log(ratio)
@@ -492,7 +492,7 @@ def test_the_clip_range_of_values(flags: str, expected: float) -> None:
     worker = CriticModelActor(rl_config(flags), "model", "unused")
     worker.engine = lambda batch: torch.tensor([3.5])  # type: ignore[assignment]
     experience = replace(
-        Experience.from_rollouts([rollout([1], [2])]),
+        Experience.from_rollouts([rollout([1], [2])]).laid_out(),
         values=torch.tensor([0.0]),
         returns=torch.tensor([3.0]),
     )

@@ -3,7 +3,8 @@
 Every column has one of three axes: token (T), action (N: sampled tokens only) or sample (B);
 `select` keeps the three in step. Its cost is that of the samples it takes, whatever the batch
 holds: a share for one of many ranks is cut by slices of numpy arrays, which begin and end at
-offsets that are computed once a batch.
+offsets that are computed once a batch. What comes of the samples themselves, as their tokens, stays
+in pieces in the controller, which needs none of it, and is laid end to end in the shares.
 """
 
 import warnings
@@ -44,9 +45,9 @@ class Experience(Batch):
     rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
     is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
     places: Tensor = field(metadata=SAMPLE)  # (B,) int64: number of the sample in its step
-    token_ids: Tensor = field(metadata=TOKEN)  # (T,) int32
-    action_mask: Tensor = field(metadata=TOKEN)  # (T,) bool
-    # Of the others a share has those that its rank reads; None: not computed, or not sent.
+    # Of the others a share has those that its rank reads; None: not computed, not sent, or in pieces
+    token_ids: Tensor | None = field(default=None, metadata=TOKEN)  # (T,) int32
+    action_mask: Tensor | None = field(default=None, metadata=TOKEN)  # (T,) bool
     rollout_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,) float32
     weight_versions: Tensor | None = field(default=None, metadata=ACTION)  # (N,) int32
     old_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
@@ -58,13 +59,15 @@ class Experience(Batch):
     new_logprobs: Tensor | None = field(default=None, metadata=ACTION)
     # B, or empty where no sample has any: encoded, and shared by the samples of a prompt
     images: tuple[tuple[Picture, ...], ...] = ()
+    # Columns that are not laid end to end yet: B pieces each
+    pieces: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
 
     @classmethod
     def from_rollouts(
         cls, rollouts: Sequence[Rollout], processor: ImageProcessor | None = None
     ) -> "Experience":
-        """Lay scored rollouts end to end; every one must have a finite reward. `processor` is that
-        of a policy that sees images.
+        """Return scored rollouts, each with a finite reward, as a batch in pieces. `processor` is
+        that of a policy that sees images.
         """
         token_ids = [r.token_ids.numpy() for r in rollouts]
         costs_B = lengths_B = torch.tensor([len(ids) for ids in token_ids])
@@ -85,11 +88,13 @@ class Experience(Batch):
             rewards=rewards,
             is_truncated=torch.tensor([r.is_truncated for r in rollouts]),
             places=torch.arange(len(rollouts)),
-            token_ids=end_to_end(token_ids, dtype=np.int32),
-            action_mask=end_to_end([r.action_mask.numpy() for r in rollouts]),
-            rollout_logprobs=end_to_end(logprobs),
-            weight_versions=end_to_end([r.weight_versions.numpy() for r in rollouts]),
             images=tuple(r.images for r in rollouts) if any(r.images for r in rollouts) else (),
+            pieces={
+                "token_ids": token_ids,
+                "action_mask": [r.action_mask.numpy() for r in rollouts],
+                "rollout_logprobs": logprobs,
+                "weight_versions": [r.weight_versions.numpy() for r in rollouts],
+            },
         )
 
     def __len__(self) -> int:
@@ -113,8 +118,14 @@ class Experience(Batch):
 
     def having(self, columns: Collection[str]) -> "Experience":
         """Return the samples with no more than `columns` beside what every share has."""
-        optional = [column.name for column in fields(self) if column.default is None]
-        return replace(self, **{name: None for name in optional if name not in columns})
+        kept = {"token_ids", "action_mask", *columns}
+        left_out = [column.name for column in fields(self) if column.default is None]
+        pieces = {name: column for name, column in self.pieces.items() if name in kept}
+        return replace(self, pieces=pieces, **dict.fromkeys({*left_out} - kept))
+
+    def laid_out(self) -> "Experience":
+        """Return the same samples with no column in pieces."""
+        return self.select(range(len(self))) if self.pieces else self
 
     def select(self, indices: Sequence[int]) -> "Experience":
         """Return the samples at `indices`, in that order; may be empty."""
@@ -123,12 +134,16 @@ class Experience(Batch):
             offsets = self._offsets.get(AXES[name])
             picked = array[where] if offsets is None else _pieces(array, offsets, indices)
             columns[name] = torch.from_numpy(picked)
+        for name, pieces in self.pieces.items():
+            dtype = np.int32 if name == "token_ids" else None
+            columns[name] = end_to_end([pieces[index] for index in indices] or [pieces[0][:0]], dtype)
         images = tuple(self.images[index] for index in indices) if self.images else ()
         return Experience(**columns, images=images)
 
     def __reduce__(self) -> tuple[Callable[..., "Experience"], tuple[Any, ...]]:
         """Pickle as numpy arrays, whose memory Ray takes and gives without a copy."""
-        return _from_arrays, (self._arrays, self.images)
+        whole = self.laid_out()
+        return _from_arrays, (whole._arrays, whole.images)
 
     @cached_property
     def episode_of(self) -> tuple[Tensor, Tensor]:
@@ -196,8 +211,10 @@ class Experience(Batch):
 
     def packed(self, processor: ImageProcessor | None = None) -> PackedBatch:
         """Return one packed row whose targets are the sampled tokens, with the pixels of images."""
+        whole = self.laid_out()
+        assert whole.token_ids is not None and whole.action_mask is not None
         lengths = tuple(self.seq_lengths.tolist())
-        row = PackedBatch(self.token_ids.long(), lengths, self.action_mask)
+        row = PackedBatch(whole.token_ids.long(), lengths, whole.action_mask)
         return row.with_pictures(self.images, processor)
 
 
