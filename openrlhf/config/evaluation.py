@@ -51,7 +51,7 @@ class EvaluatedRolloutConfig(TokenChoiceConfig, GenerationConfig):
         gt=0,
     )
     temperature: float = option(
-        0.6, "Sampling temperature; 0: greedy.", "eval_temperature", "temperature", ge=0
+        0.6, "Sampling temperature; 0: greedy.", "eval_temperature", "temperature", ge=0, le=2
     )
 
 

@@ -31,7 +31,7 @@ class SamplingConfig(TokenChoiceConfig, StopConfig):
     greedy_sampling: bool = switch("Always the likeliest token.")
     top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
     temperature: float = option(
-        1.0, "Sampling temperature; 0: greedy.", "temperature", "eval_temperature", ge=0
+        1.0, "Sampling temperature; 0: greedy.", "temperature", "eval_temperature", ge=0, le=2
     )
     max_new_tokens: int = option(
         1024, "Most tokens in a response.", "max_new_tokens", "generate_max_len", gt=0

@@ -353,7 +353,7 @@ class KDLossConfig(Base):
     max_new_tokens: int = option(
         512, "Most tokens of the student; unset: half of --max_len.", "kd_max_new_tokens", gt=0
     )
-    temperature: float = option(1.0, "Temperature at which the student answers.", gt=0)
+    temperature: float = option(1.0, "Temperature at which the student answers.", gt=0, le=2)
 
 
 class KDConfig(SupervisedConfig):

@@ -230,3 +230,19 @@ def test_a_flag_given_twice_with_other_values_is_said():
     line = "--gamma 1 --lambd 0.9 --lambd 0.95 --gamma 1"
     assert "--lambd is given twice: 0.9 and 0.95. The last counts." in notices(PPOConfig, line)
     assert not any("--gamma" in said for said in notices(PPOConfig, line))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "flag"),
+    [
+        (PPOConfig, "--temperature"),
+        (PPOConfig, "--eval_temperature"),
+        (EvaluateConfig, "--temperature"),
+        (BatchInferenceConfig, "--temperature"),
+        (ChatConfig, "--temperature"),
+        (KDConfig, "--temperature"),
+    ],
+)
+def test_a_temperature_above_two_which_vllm_refuses_is_refused_by_every_command(config_class, flag):
+    assert [problem for problem in problems(config_class, f"{flag} 3") if flag in problem]
+    assert not [problem for problem in problems(config_class, f"{flag} 2") if flag in problem]
