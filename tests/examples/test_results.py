@@ -11,11 +11,25 @@ from tests.integration.commands import run_command
 RESULTS = Path(__file__).resolve().parents[2] / "examples" / "results"
 
 
+@pytest.mark.parametrize(
+    ("model", "script"),
+    [(None, "examples/scripts/demo.sh"), ("smollm2", "examples/results/sums.sh")],
+)
+def test_the_demo_trains_the_tiny_model_or_the_real_one(model: str | None, script: str) -> None:
+    words = ["make", "--dry-run", "--no-print-directory", "-C", RESULTS.parents[1], "demo"]
+    said = run_command(*words, *([f"MODEL={model}"] if model else []))
+    assert said.splitlines()[-1].endswith(f"bash {script}")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_script_of_sums_trains_the_real_model(tmp_path: Path) -> None:
     env = os.environ | {"OUT": str(tmp_path), "STEPS": "1", "ARGS": "--eval_steps -1"}
-    run_command("bash", RESULTS / "sums.sh", env=env, timeout=560)
+    said = run_command("bash", RESULTS / "sums.sh", env=env, timeout=560)
+    assert (
+        "| question | right | before | after |\n|---|---|---|---|\n| What is 6 + 75? | 81 | `"
+        in said
+    )
     records = read_metrics(tmp_path / "rl" / "metrics.jsonl")
     found = [r["eval/eval_default_pass1"] for r in records if "eval/eval_default_pass1" in r]
     assert len(found) == 2 and 0.05 < found[0] < 0.2
