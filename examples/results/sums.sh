@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # GRPO teaches SmolLM2-135M-Instruct to add numbers of up to two digits, on two CPU cores.
 #   OUT=runs/results/sums   where everything is written       SEED=0   of the run
-#   STEPS=60   optimizer steps       ARGS="--lora_rank 16 …"   flags that come last
+#   STEPS=150   optimizer steps       ARGS="--lora_rank 16 …"   flags that come last
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 OUT=${OUT:-runs/results/sums}
-STEPS=${STEPS:-60}
-export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+STEPS=${STEPS:-150}
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 test -e models/smollm2-135m/README.md || make real-model
 python examples/results/make_sums.py "$OUT" $((16 * STEPS))
@@ -21,8 +21,8 @@ python -m openrlhf.cli.main ppo-local \
     --rollout_batch_size 16 --micro_rollout_batch_size 128 \
     --train_batch_size 128 --micro_train_batch_size 32 \
     --prompt_max_len 64 --generate_max_len 16 --temperature 1.0 --vllm_num_engines 0 \
-    --actor_learning_rate 2e-5 --lr_scheduler constant_with_warmup --lr_warmup_ratio 0.05 \
-    --eval_dataset "$OUT/held_out.jsonl" --eval_steps 10 --eval_n_samples_per_prompt 1 \
+    --actor_learning_rate 3e-5 --lr_scheduler cosine_with_min_lr --lr_warmup_ratio 0.05 \
+    --eval_dataset "$OUT/held_out.jsonl" --eval_steps 15 --eval_n_samples_per_prompt 1 \
     --seed "${SEED:-0}" --save_path "$OUT/rl" ${ARGS:-}
 
 python -m openrlhf.cli.report "$OUT/rl"

@@ -9,8 +9,6 @@ cd "$(dirname "$0")/../.."
 OUT=${OUT:-runs/demo-vision}
 SEED=${SEED:-0}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-# Idle thread pools must sleep: two that spin on two cores slow each other tenfold.
-export KMP_BLOCKTIME=${KMP_BLOCKTIME:-0} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export HF_HUB_DISABLE_PROGRESS_BARS=${HF_HUB_DISABLE_PROGRESS_BARS:-1}
 

@@ -9,8 +9,6 @@ OUT=${OUT:-runs/pipeline}
 if [ -x .venv/bin/python ]; then PATH=$PWD/.venv/bin:$PATH; fi
 SEED=${SEED:-0}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-# Idle thread pools must sleep: two that spin on two cores slow each other tenfold.
-export KMP_BLOCKTIME=${KMP_BLOCKTIME:-0} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 echo "[1/4] model and data -> $OUT"

@@ -39,6 +39,7 @@ from openrlhf.utils.outcome import num_since_best, stopped_early
 from openrlhf.utils.packing import Batch
 from openrlhf.utils.progress import progress
 from openrlhf.utils.step_line import RunClock, eval_line, hints, needed_history, step_line
+from openrlhf.utils.threads import load_per_core
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
 from openrlhf.utils.tracker import NullTracker, Tracker
 
@@ -313,6 +314,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             metrics.add(f"timing/{name}", end - begin)
         seconds = times[-1] - times[0]
         metrics.add("timing/step_total", seconds)
+        metrics.add("load_per_core", load_per_core(), reduction="max")
         metrics.add("memory/peak_gib", peak_memory_gib(self.engine.device), reduction="max")
         num_tokens = sum(self._lengths[row] for row in rows)
         metrics.add("tokens_per_s", num_tokens / seconds, weight=seconds)

@@ -59,6 +59,7 @@ from openrlhf.utils.rollout_files import images_of, rollout_row, write_rollouts
 from openrlhf.utils.run_folder import DUMPS
 from openrlhf.utils.samples import example_of, show_samples
 from openrlhf.utils.step_line import RunClock, eval_line, hints, needed_history, step_line
+from openrlhf.utils.threads import load_per_core
 from openrlhf.utils.tracker import Tracker
 
 SAMPLES_EVERY = 10  # steps until samples are shown again
@@ -606,5 +607,6 @@ class PPOTrainer:
         values = metrics.values()
         values["tokens_per_s"] = values["num_generated_tokens"] / values["timing/step_total"]
         values["kl_coef"] = self.state.kl_coef
+        values["load_per_core"] = load_per_core()
         times = {name: v / num_steps for name, v in values.items() if name.startswith("timing/")}
         return values | times

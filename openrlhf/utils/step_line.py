@@ -110,6 +110,12 @@ LARGE_KL = 1.0
 
 MAX_LOSS_RISE = 2.0  # by its start
 
+MAX_LOAD = 1.2  # threads that want a core, of which a run alone has one
+
+MAX_SLOWDOWN = 5.0  # by the start of the run, in tokens per second
+
+MIN_SLOW_STEP_S = 1.0
+
 
 def _red_flags(metrics: Values, history: Sequence[Values], *, example: str) -> dict[str, str]:
     """Return the problems of a step, by the metric that shows each."""
@@ -138,6 +144,15 @@ def _red_flags(metrics: Values, history: Sequence[Values], *, example: str) -> d
         found["entropy"] = (
             f"entropy fell to {entropy:.3g}, under a tenth of its start. "
             "Try a smaller learning rate, a larger --init_kl_coef or --entropy_loss_coef."
+        )
+    speeds = [past["tokens_per_s"] for past in history[:NUM_START_STEPS] if "tokens_per_s" in past]
+    load, speed = metrics.get("load_per_core", 0.0), metrics.get("tokens_per_s", math.inf)
+    is_slow = bool(speeds) and 0 < speed * MAX_SLOWDOWN < statistics.median(speeds)
+    if is_slow and load > MAX_LOAD and metrics.get("timing/step_total", 0.0) > MIN_SLOW_STEP_S:
+        found["load_per_core"] = (
+            f"this step took {statistics.median(speeds) / speed:.0f} times as long for a token as "
+            f"the first ones, and {load:.1f} threads wanted each core in the last minute. End "
+            "other programs, or start the run with OMP_NUM_THREADS=1."
         )
     return found
 

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 OMP_PAUSE_SOFT = 1  # omp_pause_resource_t of OpenMP 5.0
+# Idle threads must sleep soon, for others want their cores, but not between two kernels. Read by
+# OpenMP when torch is imported.
+IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 CLOSE_S = 10.0  # until a call that does not end is left behind
 NICE = 10  # a tenth of a core that others want
 
@@ -113,6 +116,11 @@ def yield_cores() -> None:
     if sys.platform == "linux":  # elsewhere this would be the whole process
         own = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, own, max(NICE, os.getpriority(os.PRIO_PROCESS, own)))
+
+
+def load_per_core() -> float:
+    """Return the threads of all programs by the cores, of the last minute; 0: not known."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 def release_cores() -> None:

@@ -55,6 +55,15 @@ def test_counts_and_times_are_short():
     assert times == ["0s", "1m00s", "3m20s", "2h05m", "1d04h"]
 
 
+def test_a_step_that_waits_for_other_programs_is_hinted():
+    first, busy = {"tokens_per_s": 300.0}, {"tokens_per_s": 50.0, "load_per_core": 1.6}
+    busy["timing/step_total"] = 30.0
+    [line] = step_line.hints(busy, [first, first])
+    assert "6 times as long for a token" in line and "1.6 threads wanted each core" in line
+    assert step_line.hints(busy | {"load_per_core": 1.0}, [first]) == []  # the run's own threads
+    assert step_line.hints(busy | {"tokens_per_s": 100.0}, [first]) == []
+
+
 def test_equal_rewards_are_hinted_once_per_spell():
     red, green = {"group_reward_std": 0.0}, {"group_reward_std": 0.2}
     assert "teaches nothing" in step_line.hints(red, [green])[0]

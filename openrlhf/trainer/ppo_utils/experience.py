@@ -45,7 +45,7 @@ class Experience(Batch):
     rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
     is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
     places: Tensor = field(metadata=SAMPLE)  # (B,) int64: number of the sample in its step
-    # Of the others a share has those that its rank reads; None: not computed, not sent, or in pieces
+    # Of the others a share has those that its rank reads. None: not computed, not sent, in pieces.
     token_ids: Tensor | None = field(default=None, metadata=TOKEN)  # (T,) int32
     action_mask: Tensor | None = field(default=None, metadata=TOKEN)  # (T,) bool
     rollout_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,) float32
@@ -135,8 +135,8 @@ class Experience(Batch):
             picked = array[where] if offsets is None else _pieces(array, offsets, indices)
             columns[name] = torch.from_numpy(picked)
         for name, pieces in self.pieces.items():
-            dtype = np.int32 if name == "token_ids" else None
-            columns[name] = end_to_end([pieces[index] for index in indices] or [pieces[0][:0]], dtype)
+            taken = [pieces[index] for index in indices] or [pieces[0][:0]]
+            columns[name] = end_to_end(taken, np.int32 if name == "token_ids" else None)
         images = tuple(self.images[index] for index in indices) if self.images else ()
         return Experience(**columns, images=images)
 

@@ -25,6 +25,7 @@ from openrlhf.trainer.ppo_utils.demands import (
 )
 from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Quiet
+from openrlhf.utils.threads import IDLE_THREADS
 
 LOOK_EVERY_S = 2.0
 # On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
@@ -46,8 +47,6 @@ FORWARDED_PREFIXES = (
     "RAY_EXPERIMENTAL_NOSET_",
 )
 FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "LD_LIBRARY_PATH")
-# Processes take turns on the cores: idle threads must sleep soon, but not between two kernels.
-IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 # Weights are packed into new memory at every sync: in small pages that takes twice as long.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
