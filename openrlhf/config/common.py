@@ -379,7 +379,9 @@ class TextDataConfig(Base):
         "error", "Rows of a data set with the same `id`: refused, or kept."
     )
     bad_rows: Literal["fail", "skip"] = option(
-        "fail", "Rows that cannot be used: refused, or left out and written to bad_rows.jsonl."
+        "fail",
+        "Rows that cannot be used and damaged records: refused, or left out and written to "
+        "bad_rows.jsonl.",
     )
     input_key: str = option("input", "Column of the prompt, text or messages.")
     max_samples: int = option(

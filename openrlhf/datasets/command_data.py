@@ -147,8 +147,12 @@ def _if_given(settings: Base, name: str) -> Any:
 
 def _options(data: DatasetConfig | PromptDataConfig, seed: int, split: str) -> dict[str, Any]:
     """Return the options of `load_rows` for a data set of a command."""
-    caps = {"max_samples": data.max_samples, "seed": seed, "duplicate_ids": data.duplicate_ids}
-    return {"split": split, **caps}
+    may_be = {
+        "repeated ids": data.duplicate_ids == "keep",
+        "damaged records": data.bad_rows == "skip",
+    }
+    allowed = {what for what, is_allowed in may_be.items() if is_allowed}
+    return {"split": split, "max_samples": data.max_samples, "seed": seed, "allowed": allowed}
 
 
 def _expected(data: TextDataConfig, probs: str | None) -> dict[str, Any]:

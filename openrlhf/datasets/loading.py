@@ -14,11 +14,12 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NoReturn, TypeAlias, TypeVar, cast
+from typing import IO, Any, ClassVar, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 from warnings import catch_warnings
 
 import datasets
@@ -36,13 +37,18 @@ from openrlhf.utils.progress import are_drawn
 
 T = TypeVar("T")
 Parts: TypeAlias = list[tuple[str, Dataset]]  # of a data set: file, its rows
+Damage: TypeAlias = tuple[str, str, str]  # of a record: place, what is wrong, its text
+# Rows of a file: its name, their number, the data set among several, damage by row number.
+Origin: TypeAlias = tuple[str, int, str | None, dict[str, Damage]]
 
 MAX_LINE_MIB = 64
 MAX_SHOWN = 20  # bad rows
+HALF = "half a character (a surrogate without its other)"
 # In which problems of one kind differ: the place, and what is quoted or counted.
 _VALUES = re.compile(r"^.*?(?:row |:)\d+: |'[^']*'|\"[^\"]*\"|\d+")
 REPAIR = "Repair or remove them."
-_BUILDERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # all others hold JSON
+LEAVE_OUT = "Repair or remove them, or type --bad_rows skip to leave them out."
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}  # all others hold JSON or CSV
 _DAMAGED = (DatasetsError, pa.ArrowException, ValueError, TypeError)
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark too
 
@@ -56,14 +62,15 @@ def load_rows(
     seed: int = 42,
     expect_rows: str | None = None,
     expect_sha256: str | None = None,
-    duplicate_ids: str = "error",
+    allowed: Collection[str] = (),  # of "repeated ids" and "damaged records"
 ) -> Dataset:
     """Return the rows that a comma list of data sets names, blended by `probs` or else one after
     the other.
 
     `max_samples` limits each data set and the blend; `expect_rows` and `expect_sha256` have a value
-    for each data set. Raise ConfigError or DataError with a one-line remedy for each data set that
-    cannot be used.
+    for each data set. A damaged record that is allowed becomes an empty row, which `damage_of`
+    knows. Raise ConfigError or DataError with a one-line remedy for each data set that cannot be
+    used.
     """
     names = names_in("data", spec)
     if not any(names):
@@ -80,7 +87,10 @@ def load_rows(
         parts = []
         with gathered:
             parts = _load_one(name, split, count, digest)
-            if duplicate_ids == "error":
+            for file, rows in parts if "damaged records" not in allowed else ():
+                with gathered:
+                    _refuse_damaged(file, _damaged(rows), LEAVE_OUT)
+            if "repeated ids" not in allowed:
                 _refuse_repeated_ids(parts)
         found.append(_capped(parts, max_samples))
     gathered.raise_if_any()
@@ -153,11 +163,10 @@ def _blend(
             "Give their common columns the same types; columns of a csv file are text."
         ) from error
     rows = rows.select(range(min(len(rows), max_samples or len(rows))))
-    # Where rows come from: one (file, number of rows, data set) after the other.
-    files = [
-        (name, len(p), s) for each, s in zip(found, short_names, strict=True) for name, p in each
+    named = [
+        (short, *part) for each, short in zip(found, short_names, strict=True) for part in each
     ]
-    rows.info.description = json.dumps({"files": files})
+    _describe(rows, *((file, len(p), short, _damaged(p)) for short, file, p in named))
     return rows
 
 
@@ -170,7 +179,8 @@ def _with_exact_columns(found: list[Parts]) -> list[Parts]:
         for name in exact & set(rows.column_names):
             if not isinstance(rows.features[name], ExactJson):
                 texts = [*map(kind.encode_example, rows[name])]
-                rows = rows.remove_columns(name).add_column(name, texts, feature=kind)
+                added = rows.add_column(f"{name} as JSON", texts, feature=kind)
+                rows = added.remove_columns(name).rename_column(f"{name} as JSON", name)
         return rows
 
     return [[(name, aligned(rows)) for name, rows in parts] for parts in found]
@@ -192,6 +202,12 @@ def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -
             "--expect_rows."
         )
     return [(place, rows) for place, rows in parts if len(rows)]
+
+
+def _refuse_damaged(path: str | Path, damaged: Mapping[str, Damage], remedy: str) -> None:
+    """Raise DataError that lists the damaged records of a file, if there are any."""
+    problems = [f"{place}: {problem}" for place, problem, _ in damaged.values()]
+    raise_bad_rows(str(path), problems, remedy)
 
 
 def _refuse_repeated_ids(parts: Parts) -> None:
@@ -358,15 +374,10 @@ def _file_trouble(path: Path, error: BaseException) -> DataError:
 
 
 def _load_file(path: Path) -> Dataset:
-    kind, problems = _BUILDERS.get(path.suffix, "json"), list[str]()
-    if kind == "json":
-        return _load_json(path)
-    options = _csv_options(path, problems) if kind == "csv" else {}
-    raise_bad_rows(str(path), problems, REPAIR)
-    if kind == "csv" and not options:
-        return Dataset.from_dict({})
+    if path.suffix not in _BUILDERS:
+        return _load_records(path)
     try:
-        return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
+        return datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
     except _DAMAGED as error:
         if "corresponds to no data" in str(error):
             return Dataset.from_dict({})
@@ -400,19 +411,40 @@ with catch_warnings(action="ignore"):  # it may change, says the library
     register_feature(ExactJson, "ExactJson")
 
 
-def _load_json(path: Path) -> Dataset:
-    """Return the rows of a JSON file: as the library reads them, or else exactly."""
-    problems, columns = list[str](), dict[str, bool]()
-    num_rows = sum(1 for _ in _json_rows(path, problems, columns))
-    raise_bad_rows(str(path), problems, REPAIR)
-    if not num_rows:
+class Record(NamedTuple):
+    """A record of a file, and the row that it is or what is wrong with it."""
+
+    place: str
+    raw: object  # its bytes; an item of a JSON array itself
+    row: Any = None
+    problem: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return the text of the record, with bytes that are none written as such."""
+        if not isinstance(self.raw, bytes):
+            return json.dumps(self.raw)
+        return self.raw.decode(errors="backslashreplace").rstrip("\r\n")
+
+
+def _load_records(path: Path) -> Dataset:
+    """Return the rows of a JSON or CSV file: as the library reads them, or else exactly, with an
+    empty one for a damaged record. Raise DataError where all are damaged.
+    """
+    columns, damaged, num_rows = dict[str, bool](), dict[str, Damage](), 0
+    for num_rows, record in enumerate(_records(path, columns), start=1):
+        if record.problem:
+            damaged[str(num_rows)] = (record.place, record.problem, record.text)
+    if len(damaged) == num_rows:
+        _refuse_damaged(path, damaged, REPAIR)
         return Dataset.from_dict({})
-    try:
-        options = {"data_files": str(path), "split": "train", "parse_agent_traces": False}
-        rows = datasets.load_dataset("json", **options)
-        features = dict(rows.features)
-    except _DAMAGED:  # a column that only a late row has, or values of several types within one
-        rows, features = None, dict.fromkeys(columns, ExactJson())
+    is_csv, rows = path.suffix == ".csv", None
+    if not is_csv and not damaged:
+        with suppress(*_DAMAGED):  # a column that only a late row has, or of several types within
+            options = {"data_files": str(path), "split": "train", "parse_agent_traces": False}
+            rows = datasets.load_dataset("json", **options)
+    kind = Value("string") if is_csv else ExactJson()
+    features = dict.fromkeys(columns, kind) if rows is None else dict(rows.features)
     for name, feature in features.items():
         # The library makes times of dates.
         is_other = any(kind in str(feature) for kind in ("timestamp", "Json("))
@@ -421,34 +453,48 @@ def _load_json(path: Path) -> Dataset:
     if rows is not None and features == rows.features:
         return rows
     version = {"path": path, "written_ns": path.stat().st_mtime_ns}  # decides where it is cached
-    return Dataset.from_generator(_exact_rows, features=Features(features), gen_kwargs=version)
+    rows = Dataset.from_generator(_exact_rows, features=Features(features), gen_kwargs=version)
+    _describe(rows, (str(path), num_rows, None, damaged))
+    return rows
 
 
 def _exact_rows(path: Path, written_ns: int) -> Iterator[dict[str, Any]]:
-    yield from _json_rows(path, [], {})
+    for record in _records(path, {}):
+        yield {} if record.problem else record.row
 
 
-def _json_rows(
-    path: Path, problems: list[str], columns: dict[str, bool]
-) -> Iterator[dict[str, Any]]:
-    """Yield the objects of JSON lines or of one JSON array; note bad ones, a column whose
-    values are of several types, and for each column if a table holds its numbers as they are.
+def _records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
+    """Yield the records of a file; note for each column if a table holds its numbers as they
+    are.
     """
+    return _csv_records(path, columns) if path.suffix == ".csv" else _json_records(path, columns)
+
+
+def _json_records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
+    """Yield the objects of JSON lines or of one JSON array."""
     kinds: dict[str, str] = {}
     numbers: dict[tuple[str, ...], type] = {}
-    for place, row in _json_values(path, problems):
-        if not isinstance(row, dict):
-            problems.append(f"{place}: {type(row).__name__} instead of an object")
-            continue
-        for name, value in row.items():
-            kind = "number" if type(value) in (int, float) else type(value).__name__
-            if value is not None and kinds.setdefault(name, kind) != kind:
-                told = f"column '{name}' mixes types: {kind} after {kinds[name]}. Use one type"
-                problems.append(f"{place}: {told}")
-                break
+    for record in _json_values(path):
+        problem = record.problem or _problem_of(record.row, kinds)
+        for name, value in record.row.items() if not problem else ():
             columns[name] = columns.get(name, True) and _fits_column(value, (name,), numbers)
-        else:
-            yield row
+        yield record._replace(problem=problem)
+
+
+def _problem_of(row: object, kinds: dict[str, str]) -> str:
+    """Return the problem with the types in a row, or else note them in `kinds` by column."""
+    if not isinstance(row, dict):
+        return f"{type(row).__name__} instead of an object"
+    found = {name: _kind(value) for name, value in row.items() if value is not None}
+    for name, kind in found.items():
+        if kinds.get(name, kind) != kind:
+            return f"column '{name}' mixes types: {kind} after {kinds[name]}. Use one type"
+    kinds |= found
+    return ""
+
+
+def _kind(value: object) -> str:
+    return "number" if type(value) in (int, float) else type(value).__name__
 
 
 def _fits_column(
@@ -467,12 +513,12 @@ def _fits_column(
     return is_small and numbers.setdefault(path, type(value)) is type(value)
 
 
-def _json_values(path: Path, problems: list[str]) -> Iterator[tuple[str, object]]:
-    """Yield (place, value) of every line that is not blank, or of every item of an array."""
+def _json_values(path: Path) -> Iterator[Record]:
+    """Yield every line that is not blank, or every item of an array."""
     with _open(path) as file:
         is_array = ".jsonl" not in path.name and file.read(4096).lstrip(_BLANK).startswith(b"[")
     with _open(path) as file:
-        lines = [(f"{path}:1", 0, file.read())] if is_array else _lines(path, file, problems)
+        lines = [(f"{path}:1", 0, file.read())] if is_array else _lines(path, file)
         for place, offset, line in lines:
             if not line.strip(_BLANK):
                 continue
@@ -487,17 +533,16 @@ def _json_values(path: Path, problems: list[str]) -> Iterator[tuple[str, object]
                 reason = first_line(error)
                 if isinstance(error, json.JSONDecodeError) and not is_array:
                     reason = f"{error.msg}, column {error.colno}"  # of the line that `place` names
-                problems.append(f"{place}: not JSON: {reason} (record at byte {offset})")
+                told = f"not JSON: {reason} (record at byte {offset})"
+                yield Record(place, line, problem=told)
                 continue
-            found = [(place, value)]
+            found = [Record(place, line, value)]
             if is_array:
-                found = [(f"{path}: row {i}", item) for i, item in enumerate(value, start=1)]
+                found = [Record(f"{path}: row {i}", item, item) for i, item in enumerate(value, 1)]
             may_break = b"\\ud" in line.lower()
-            for place, item in found:
-                if may_break and not _is_text(item):
-                    problems.append(f"{place}: half a character (a surrogate without its other)")
-                else:
-                    yield place, item
+            for record in found:
+                is_half = may_break and not _is_text(record.row)
+                yield record._replace(problem=HALF) if is_half else record
 
 
 def _is_text(value: object) -> bool:
@@ -509,19 +554,19 @@ def _is_text(value: object) -> bool:
     return True
 
 
-def _lines(path: Path, file: BinaryIO, problems: list[str]) -> Iterator[tuple[str, int, bytes]]:
-    """Yield (place, offset in bytes, line); note a line that is too long and end there."""
+def _lines(path: Path, file: IO[Any]) -> Iterator[tuple[str, int, Any]]:
+    """Yield (place, offset, line); raise DataError for a line that is too long."""
     offset, number, limit = 0, 1, MAX_LINE_MIB * 2**20
     while line := file.readline(limit + 1):
         if len(line) > limit:
-            problems.append(f"{path}:{number}: a line of over {MAX_LINE_MIB} MiB")
-            return
+            told = f"{path}:{number}: a line of over {MAX_LINE_MIB} MiB"
+            raise_bad_rows(str(path), [told], REPAIR)
         yield f"{path}:{number}", offset, line
         offset, number = offset + len(line), number + 1
 
 
-def _open(path: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path) if path.suffix == ".gz" else path.open("rb"))
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb"))
 
 
 def _text(line: bytes) -> str:
@@ -550,28 +595,57 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number that can be trained on")
 
 
-def _csv_options(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Return the options for a CSV file: every cell as the text it is, an empty one as no value."""
-    with path.open("rb") as file:
-        for place, _, line in _lines(path, file, problems):
-            try:
-                _text(line)
-            except ValueError as error:
-                problems.append(f"{place}: {error}")
-    if problems:
-        return {}
+def _csv_records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
+    """Yield the rows of a CSV file: every cell as the text it is, an empty one as no value."""
     csv.field_size_limit(MAX_LINE_MIB * 2**20)
-    with path.open(encoding="utf-8-sig", newline="") as text:
-        records = filter(None, csv.reader(text))
-        names = next(records, [])
-        for number, cells in enumerate(records, start=1):
-            if len(cells) != len(names):
-                told = f"{len(cells)} cells, and the first line names {len(names)} columns"
-                is_short = len(cells) < len(names)
-                remedy = (
-                    "Add those that are missing" if is_short else "Quote one with a comma in it"
-                )
-                problems.append(f"{path}: row {number}: {told}. {remedy}")
+    taken: list[str] = []  # lines of a record
+
+    def taking(file: IO[str]) -> Iterator[str]:
+        for _, _, line in _lines(path, file):
+            taken.append(line)
+            yield line
+        taken.append("")  # belongs to a record only if its last quote is open
+        yield ""
+
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(taking(file))
+        for cells in reader:
+            place, lines = f"{path}:{reader.line_num - len(taken) + 1}", [*taken]
+            taken.clear()
+            if not cells:
+                continue
+            raw = "".join(lines).encode(errors="surrogateescape")
+            problem = _csv_problem(lines, raw, cells, columns)
+            # Whether the other lines are rows cannot be told; nor without names.
+            if problem and (not columns or (len(lines) > 2 and not lines[-1])):
+                raise_bad_rows(str(path), [f"{place}: {problem}"], REPAIR)
+            if columns:
+                row = dict(zip(columns, (cell or None for cell in cells), strict=False))
+                yield Record(place, raw, row, problem)
+            else:
+                columns |= _csv_columns(path, cells)
+
+
+def _csv_problem(
+    lines: list[str], raw: bytes, cells: list[str], columns: Mapping[str, bool]
+) -> str:
+    """Return the problem with a record of a CSV file, or nothing."""
+    try:
+        _text(raw)
+    except ValueError as error:
+        return first_line(error)
+    if not lines[-1]:
+        return "a quote is not closed"
+    if not columns or len(cells) == len(columns):
+        return ""
+    remedy = "Quote one with a comma in it"
+    if len(cells) < len(columns):
+        remedy = "Add those that are missing"
+    return f"{len(cells)} cells, and the first line names {len(columns)} columns. {remedy}"
+
+
+def _csv_columns(path: Path, names: list[str]) -> dict[str, bool]:
+    """Return the columns that the first line names; raise DataError for none or two of a name."""
     if "" in names:
         raise DataError(
             f"{path} has a column without a name: {', '.join(names)}. Name it, or leave out the "
@@ -579,8 +653,7 @@ def _csv_options(path: Path, problems: list[str]) -> dict[str, Any]:
         )
     if len(set(names)) < len(names):
         raise DataError(f"{path} has two columns of one name: {', '.join(names)}. Rename one.")
-    features = Features({name: Value("string") for name in names})
-    return {"features": features, "keep_default_na": False, "na_values": [""]} if names else {}
+    return dict.fromkeys(names, True)
 
 
 def raise_bad_rows(subject: str, problems: Sequence[str], remedy: str) -> None:
@@ -602,15 +675,29 @@ def raise_bad_rows(subject: str, problems: Sequence[str], remedy: str) -> None:
     raise DataError(lines)
 
 
+def _describe(rows: Dataset, *origins: Origin) -> None:
+    """Keep with rows the files that they come from, one after the other."""
+    rows.info.description = json.dumps({"files": origins})
+
+
 @lru_cache(maxsize=8)
-def _files(description: str | None) -> list[tuple[str, int, str | None]]:
+def _files(description: str | None) -> list[Origin]:
     is_ours = (description or "").startswith('{"files": ')
     return json.loads(description or "")["files"] if is_ours else []
 
 
+def _damaged(part: Dataset) -> dict[str, Damage]:
+    """Return the damaged records of a file by their row number."""
+    return next((damaged for *_, damaged in _files(part.info.description)), {})
+
+
 def row_place(rows: Dataset, index: int) -> str:
-    """Return `train.jsonl: row 17`, counted from 1 in its file; `row 17` for an unknown file."""
-    name, number, _ = _origin(rows, index)
+    """Return `train.jsonl: row 17`, counted from 1 in its file; `row 17` for an unknown file; the
+    line of a damaged record.
+    """
+    if damage := damage_of(rows, index):
+        return damage[0]
+    name, number, *_ = _origin(rows, index)
     return f"{name}: row {number}" if name else f"row {number}"
 
 
@@ -625,12 +712,18 @@ def data_set_of(rows: Dataset, index: int) -> str | None:
     return _origin(rows, index)[2]
 
 
-def _origin(rows: Dataset, index: int) -> tuple[str | None, int, str | None]:
-    """Return the file of a row, its number in it from 1, and the data set of the file."""
+def damage_of(rows: Dataset, index: int) -> Damage | None:
+    """Return the damage of the record whose place an empty row takes."""
+    _, number, _, damaged = _origin(rows, index)
+    return damaged.get(str(number))
+
+
+def _origin(rows: Dataset, index: int) -> tuple[str | None, int, str | None, dict[str, Damage]]:
+    """Return the file of a row, its number in it from 1, the data set and damage of the file."""
     drawn = rows._indices  # rows of a blend are picked from the data sets one after the other
     place = index if drawn is None else drawn.column(0)[index].as_py()
-    for name, count, data_set in _files(rows.info.description):
+    for name, count, data_set, damaged in _files(rows.info.description):
         if place < count:
-            return name, place + 1, data_set
+            return name, place + 1, data_set, damaged
         place -= count
-    return None, index + 1, None
+    return None, index + 1, None, {}

@@ -118,6 +118,7 @@ class PreferenceDataset(TokenizedDataset):
             and answer.startswith(prompt)
             for prompt, *answers in zip(*map(self._values, names), strict=True)
             for answer in answers
+            if any((prompt, *answers))  # no damaged record
         )
 
     def _values(self, name: str) -> Iterable[object]:

@@ -47,6 +47,7 @@ from openrlhf.datasets.chat import (
 from openrlhf.datasets.loading import (
     ExactJson,
     cache_error,
+    damage_of,
     raise_bad_rows,
     row_folder,
     row_place,
@@ -385,6 +386,11 @@ class TokenizedDataset(ABC):
         """Return a row with what stands in several columns, or within one, under one name."""
         return self._completed(self._rows[row_id])
 
+    def source(self, row_id: int) -> Any:
+        """Return a row, or the text of the damaged record in its place."""
+        damage = damage_of(self._rows, row_id)
+        return damage[2] if damage else self.row(row_id)
+
     def _messages(
         self, row: Row, column: str, *, text_role: str = "user", begins: bool = True
     ) -> list[Message]:
@@ -635,6 +641,9 @@ class TokenizedDataset(ABC):
         pictures: tuple[Picture, ...] = ()
         extra, left_out, problem, is_truncated = None, "", "", False
         try:
+            is_empty = all(value is None for value in row.values())
+            if is_empty and (damage := damage_of(self._rows, row_id)):
+                raise RowError(damage[1])
             found = self._read(row)
             tokens, extra = self._tokens_of(found)
             pictures = self._pictures(found, row_id)
@@ -711,7 +720,7 @@ def write_bad_rows(path: Path, *data_sets: Any) -> None:
     """
     path.unlink(missing_ok=True)
     lines = [
-        {"place": data.row_place(row), "problem": what, "row": data.row(row)}
+        {"place": data.row_place(row), "problem": what, "row": data.source(row)}
         for data in data_sets
         for row, what in (data.bad_rows if data else ())
     ]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from openrlhf.datasets.loading import load_rows, row_place
+from openrlhf.datasets.loading import damage_of, load_rows, row_place
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
@@ -219,10 +219,12 @@ def test_cells_of_a_csv_are_text_as_it_stands(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a,b\n1,2\n3\n", r"csv: row 2: 1 cells, and the first line names 2 columns. Add"),
-        (b"a,b\nHi, you,x\nBye, you,y\n", r"csv: row 1: 3 cells"),
-        (b"a,b\nBye,ciao,\n\nHi,x,\n", r"csv: row 2: 3 cells"),
-        (b'a,b\n"x\ny",1\n"say \\"hi\\", ok",x\n', r"csv: row 2: 3 cells"),
+        (b"a,b\n1,2\n3\n", r"csv:3: 1 cells, and the first line names 2 columns. Add"),
+        (b"a,b\nHi, you,x\nBye, you,y\n", r"csv:2: 3 cells"),
+        (b"a,b\nBye,ciao,\n\nHi,x,\n", r"csv:4: 3 cells"),
+        (b'a,b\n"x\ny",1\n"say \\"hi\\", ok",x\n', r"csv:4: 3 cells"),
+        (b'a,b\n1,2\n3,"cut in the mid', r"csv:3: a quote is not closed"),
+        (b'a,b\n1,"x\n2,y\n', r"csv:2: a quote is not closed"),
         (b"a,b\n1,\xff\n", r"csv:2: .*can't decode byte 0xff"),
         (b"a\n1\n\0\0\0\0", r"csv:3: zero bytes"),
         (b"a,b,\n1,2,\n", r"csv has a column without a name: a, b, \. Name it"),
@@ -235,6 +237,83 @@ def test_a_damaged_csv_is_named_by_line(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_rows(str(path))
+
+
+DAMAGED = ["damaged records"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "bad"),
+    [
+        (
+            "rows.jsonl",
+            b'{"a": "x"}\n\n{"a": "cut in\n[1]\n{"a": NaN}\n{"a": "\xff"}\n{"a": 1}\n{"a": "y"}',
+            {
+                2: ("rows.jsonl:3", "not JSON: Invalid control", '{"a": "cut in'),
+                3: ("rows.jsonl:4", "list instead of an object", "[1]"),
+                4: ("rows.jsonl:5", "not JSON: NaN is not a number", '{"a": NaN}'),
+                5: ("rows.jsonl:6", "not JSON: 'utf-8' codec", '{"a": "\\xff"}'),
+                6: ("rows.jsonl:7", "column 'a' mixes types: number after str", '{"a": 1}'),
+            },
+        ),
+        (
+            "rows.json",
+            b'[{"a": "x"}, {"a": "\\ud83d"}, 5, {"a": "y"}]',
+            {
+                2: ("rows.json: row 2", "half a character", '{"a": "\\ud83d"}'),
+                3: ("rows.json: row 3", "int instead of an object", "5"),
+            },
+        ),
+        (
+            "rows.csv",
+            b'a,b\nx,1\n\n"two\nlines",1,2\n\xff,1\ny,1\n3,"cut in',
+            {
+                2: ("rows.csv:4", "3 cells, and the first line", '"two\nlines",1,2'),
+                3: ("rows.csv:6", "'utf-8' codec can't", "\\xff,1"),
+                5: ("rows.csv:8", "a quote is not closed", '3,"cut in'),
+            },
+        ),
+    ],
+)
+def test_damaged_records_that_are_allowed_are_empty_rows_whose_damage_is_known(
+    tmp_path: Path, name: str, content: bytes, bad: dict[int, tuple[str, str, str]]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    good = write_jsonl(tmp_path / "good.jsonl", [{"a": "z"}])
+    rows = load_rows(f"{good},{tmp_path / name}", allowed=DAMAGED)
+    assert [row["a"] for row in rows if row["a"]] == ["z", "x", "y"]
+    for number, (place, problem, text) in bad.items():
+        assert not any(rows[number].values())
+        found = damage_of(rows, number)
+        assert found and (found[0], found[2]) == (str(tmp_path / place), text)
+        assert found[1].startswith(problem) and row_place(rows, number) == found[0]
+    assert {i for i in range(len(rows)) if damage_of(rows, i)} == {*bad}
+    with pytest.raises(DataError, match=rf": {len(bad)} bad rows.*--bad_rows skip to leave them"):
+        load_rows(f"{good},{tmp_path / name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.json", b'[{"a": 1}, {"a": ', "json:1: not JSON"),
+        (
+            "rows.jsonl",
+            '{"a": 1}\n{"a": 2}\n'.encode("utf-16"),
+            "3 bad rows. Repair or remove them",
+        ),
+        ("rows.csv", b'a,b\n1,"x\n2,y\n3,z\n', "csv:2: a quote is not closed"),
+        ("rows.csv", "a,b\n1,2\n".encode("utf-16"), "csv:1: zero bytes"),
+        ("rows.jsonl.gz", gzip.compress(LINES * 99, mtime=0)[:-12], "Compressed file ended"),
+        ("rows.parquet", b"PAR1", "rows.parquet is damaged"),
+    ],
+)
+def test_a_file_that_is_damaged_as_a_whole_is_refused_all_the_same(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_rows(str(tmp_path / name), allowed=DAMAGED)
+    assert "skip" not in str(caught.value)
 
 
 def test_a_hub_subset_is_a_configuration_or_else_a_folder(monkeypatch):
@@ -312,7 +391,7 @@ def test_ids_that_are_there_twice_are_listed_unless_they_may_be(tmp_path):
         "meant.",
         f"{path}: row 4: id 'a' is that of {path}: row 1, too",
     ]
-    assert len(load_rows(str(path), duplicate_ids="keep")) == 4
+    assert len(load_rows(str(path), allowed=["repeated ids"])) == 4
     for ids in ([1, 2], [None, None], [["a"], ["a"]]):  # lists are no ids
         path = write_jsonl(path, [{"id": value} for value in ids])
         assert len(load_rows(f"{path},{path}")) == 4  # a data set twice is meant

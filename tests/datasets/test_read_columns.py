@@ -245,6 +245,30 @@ def test_bad_rows_are_left_out_and_written_where_that_is_asked_for(tokenizer, tm
     assert not path.exists()
 
 
+def test_damaged_records_are_counted_and_written_with_the_other_bad_rows(tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good, odd = ({"messages": rows} for rows in (DIALOGUE, ASKED + DIALOGUE))
+    torn = '{"messages": [{"role": "us'
+    path.write_text("\n".join([json.dumps(good), torn, json.dumps(odd), json.dumps(good)]))
+    rows = load_rows(str(path), allowed=["damaged records"])
+    data = SFTDataset(rows, tokenizer, RowFormat(bad_rows="skip"))
+    assert len(data) == 2 and "2 of 4 rows were left out: bad" in data.notices
+    write_bad_rows(tmp_path / "bad.jsonl", data)
+    first, second = map(json.loads, (tmp_path / "bad.jsonl").read_text().splitlines())
+    assert (first["place"], first["row"]) == (f"{path}:2", torn)
+    assert first["problem"].startswith("not JSON: Invalid control character")
+    assert (second["place"], second["row"]) == (f"{path}: row 3", odd)
+
+
+def test_a_damaged_record_does_not_put_the_prompt_before_answers_that_hold_it(tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    pair = {"prompt": "1+1=", "chosen": "1+1=2", "rejected": "1+1=3"}
+    path.write_text(f'{json.dumps(pair)}\n{{"prompt\n')
+    rows = load_rows(str(path), allowed=["damaged records"])
+    [pair] = PreferenceDataset(rows, tokenizer, RowFormat(bad_rows="skip"))
+    assert tokenizer.decode(pair.chosen_ids) == "1+1=2<|end|>"
+
+
 def test_bad_rows_are_listed_by_kind(tokenizer):
     rows = [{"messages": ASKED * n + DIALOGUE} for n in range(1, 31)]
     rows.append({"messages": [{"role": "x"}]})
