@@ -47,6 +47,8 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SUBREAPER = 1, 4, 8, 
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, CAP_DAC_READ_SEARCH = 38, 47, 2
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 MAY_READ, ON_A_FILE = 0b1101, 0b1100000000000111  # execute, read a file, list a folder
+OWN_NAMESPACES = 0x58020000  # of a user, mounts, IPC and network
+BIND_ALL, MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 0x5000, 442, -100, 0x8000, 1
 READABLE = """
     /usr /lib /lib64 /bin /nix/store /etc/ld.so.cache /etc/localtime /etc/passwd /proc/cpuinfo
     /proc/meminfo /sys/devices/system/cpu /dev/zero /dev/random /dev/urandom
@@ -146,7 +148,8 @@ def confine(job: dict[str, Any], descriptors: list[int]) -> None:
     os.environ |= {"HOME": job["folder"], "TMPDIR": job["folder"]}
     # The tasks of another user's processes are not counted; those of the whole machine, which are
     # at least the user's own, stand in loadavg.
-    is_root = os.getuid() == 0
+    user = os.getuid()
+    is_root = user == 0
     tasks = 0 if is_root else int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
     for kind, most in (
         (resource.RLIMIT_CPU, int(job["timeout_s"] + 1)),
@@ -162,7 +165,12 @@ def confine(job: dict[str, Any], descriptors: list[int]) -> None:
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if is_root:
         give_up_root()
-    restrict_files(job["folder"])
+    if (version := libc.syscall(LANDLOCK_CREATE, None, 0, 1)) > 0:
+        restrict_files(job["folder"], version)
+    elif os.getuid() == user:
+        with suppress(OSError):  # a kernel that does not let its users do this
+            change_root(job["folder"])
+        drop_capabilities(0)
     libc.prctl(PR_SET_DUMPABLE, 0)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
@@ -183,25 +191,65 @@ def give_up_root() -> None:
     except OSError:  # in some containers root cannot
         os.chown(".", os.getuid(), -1)
     mask = 0 if os.access(os.__file__, os.R_OK) else 1 << CAP_DAC_READ_SEARCH
-    words = (mask, mask, mask, 0, 0, 0)  # effective, permitted, inheritable; the upper half
-    libc.capset(struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *words))
+    drop_capabilities(mask)
     libc.prctl(PR_CAP_AMBIENT, 2, CAP_DAC_READ_SEARCH, 0, 0)  # for Pythons that it starts
 
 
-def restrict_files(folder: str) -> None:
-    """Have Landlock, where the kernel has it, allow reading Python and its libraries and writing
-    the folder alone; it also hides other processes, and from some version on TCP and signals.
+def drop_capabilities(mask: int) -> None:
+    """Give up all capabilities but those of a mask."""
+    words = (mask, mask, mask, 0, 0, 0)  # effective, permitted, inheritable; the upper half
+    libc.capset(struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *words))
+
+
+def readable() -> list[str]:
+    """Return Python, its libraries, and what both read."""
+    return [*READABLE.split(), sys.prefix, sys.base_prefix, *sys.argv[1:]]
+
+
+def change_root(folder: str) -> None:
+    """Enter namespaces of the program's own, with nothing but its folder and, read-only, Python and
+    its libraries; raise OSError where this is not allowed. They also hide the network and other
+    processes.
     """
-    version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
-    if version < 1:
-        return
+    user, group, root = os.getuid(), os.getgid(), os.path.dirname(folder)
+    shown = {path for each in readable() for path in (each, os.path.realpath(each))}
+    there = {*filter(os.path.exists, shown), "/dev/null", folder}
+    succeed(libc.unshare(OWN_NAMESPACES))
+    sources = {path: os.open(path, os.O_PATH) for path in sorted(there)}
+    libc.prctl(PR_SET_DUMPABLE, 1)  # until `confine` ends: else the files of /proc/self are root's
+    maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+    for name, text in maps.items():
+        Path("/proc/self", name).write_text(text)
+    succeed(libc.mount(b"none", os.fsencode(root), b"tmpfs", 0, None))
+    for path, descriptor in sources.items():
+        source, target = Path(f"/proc/self/fd/{descriptor}"), Path(f"{root}{path}")
+        (target if source.is_dir() else target.parent).mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            target.touch()
+        succeed(libc.mount(bytes(source), bytes(target), None, BIND_ALL, None))
+        os.close(descriptor)
+    os.chroot(root)
+    os.chdir(folder)
+    for place, flags, bits in ((b"/", AT_RECURSIVE, (READ_ONLY, 0)), (b".", 0, (0, READ_ONLY))):
+        attributes = struct.pack("4Q", *bits, 0, 0)
+        succeed(libc.syscall(MOUNT_SETATTR, AT_FDCWD, place, flags, attributes, len(attributes)))
+
+
+def succeed(outcome: int) -> None:
+    """Raise OSError for a call of the system that failed."""
+    if outcome < 0:
+        raise OSError
+
+
+def restrict_files(folder: str, version: int) -> None:
+    """Have Landlock allow reading Python and its libraries and writing the folder alone; it also
+    hides other processes, and from some version on TCP and signals.
+    """
     everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rules = struct.pack("QQQ", everything, 3 * (version >= 4), 3 * (version >= 6))
     ruleset = libc.syscall(LANDLOCK_CREATE, rules, len(rules), 0)
-    readable = dict.fromkeys(
-        [*READABLE.split(), sys.prefix, sys.base_prefix, *sys.argv[1:]], MAY_READ
-    )
-    for path, rights in {**readable, "/dev/null": ON_A_FILE, folder: everything}.items():
+    rules_of = dict.fromkeys(readable(), MAY_READ)
+    for path, rights in {**rules_of, "/dev/null": ON_A_FILE, folder: everything}.items():
         with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_PATH)
             rights &= everything if os.path.isdir(path) else everything & ON_A_FILE

@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import shutil
 import socket
+import subprocess
 import textwrap
 from pathlib import Path
 
@@ -309,14 +311,21 @@ OF_THE_GRADER = {
     "end its parent": "os.kill(os.getppid(), 0)",
     "raise its limits": "resource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
     "become root": "os.setuid(0) if os.getuid() else 1 / 0",
+    "leave its root": "os.mkdir('x'), os.chroot('x'), os.chdir('../' * 9), open('etc/hosts')",
+    "make what is read-only writable": """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.unshare(0x10020000), libc.mount(None, b"/", None, 0x1020, None)
+open(os.path.dirname(json.__file__) + '/x.py', 'w')
+""",
 }
-# … and what Landlock alone prevents.
+# … and what Landlock prevents, and most of it a root of the program's own.
 OF_THE_USER = {
     "read a file of the user": "open({secret!r}).read()",
     "write a file of the user": "open({secret!r}, 'a')",
     "follow a link of its own": "os.symlink({secret!r}, 'link'), open('link').read()",
     "write shared memory": "open('/dev/shm/openrlhf-attack', 'w')",
-    "list processes": "os.listdir('/proc')",
+    "list processes": "os.listdir('/proc/{caller}')",
     "read its own memory": "open('/proc/self/mem', 'rb')",
     "connect": "socket.create_connection(('127.0.0.1', {port}))",
     "listen": "socket.create_server(('127.0.0.1', 0))",
@@ -339,6 +348,24 @@ def without_landlock(monkeypatch, tmp_path):
     code_runner._server.cache_clear()
     yield
     code_runner._server.cache_clear()
+
+
+@pytest.fixture
+def of_no_root(without_landlock):
+    """Programs of root run as those of other users."""
+    script = code_runner.PROGRAM_PROCESS
+    text = script.read_text()
+    assert "is_root = user == 0" in text
+    script.write_text(text.replace("is_root = user == 0", "is_root = False"))
+
+
+def may_mount() -> bool:
+    """Return True if a user may mount file systems in namespaces of their own."""
+    command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "x", "/"]
+    return (
+        shutil.which("unshare") is not None
+        and not subprocess.run(command, capture_output=True).returncode
+    )
 
 
 def succeed(attempts: dict[str, str], secret: Path) -> list[str]:
@@ -367,6 +394,17 @@ def test_with_landlock_a_program_reaches_nothing_but_its_folder(tmp_path):
 def test_without_landlock_the_programs_of_root_are_another_users(tmp_path):
     assert succeed(OF_THE_GRADER, tmp_path / "secret") == []
     assert "write a file of the user" not in succeed(OF_THE_USER, tmp_path / "secret")
+
+
+@pytest.mark.usefixtures("of_no_root")
+@pytest.mark.skipif(not may_mount(), reason="needs user namespaces")
+def test_without_landlock_the_programs_of_others_get_a_root_of_their_own(tmp_path):
+    reached = succeed(OF_THE_GRADER | OF_THE_USER, tmp_path / "secret")
+    assert reached == ["end its caller", "end its parent", "listen"]  # to nobody
+    for attack in ("look for a file with the tests", "read its own memory"):
+        assert not passes_tests(textwrap.dedent(ATTACKS[attack]), ASSERTS)
+    written = "import os, sys; open('a', 'w'), open('/dev/null', 'w'), print(sorted(os.listdir()))"
+    assert run_python(written).stdout == "['a', 'program.py']\n"
 
 
 @pytest.mark.usefixtures("without_landlock")
