@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 
@@ -286,10 +285,10 @@ class AgentEpisodes:
                 sample_id=f"{sample_id}#{index}" if index else sample_id,
                 episode_id=sample_id,
                 group_id=group_id,
-                token_ids=torch.from_numpy(np.array(segment.token_ids, np.int64)),
-                action_mask=torch.from_numpy(np.array(segment.action_mask, np.bool_)),
-                logprobs=torch.from_numpy(np.array(segment.logprobs, np.float32)),
-                weight_versions=torch.from_numpy(np.array(segment.weight_versions, np.int32)),
+                token_ids=torch.tensor(segment.token_ids, dtype=torch.int64),
+                action_mask=torch.tensor(segment.action_mask, dtype=torch.bool),
+                logprobs=torch.tensor(segment.logprobs, dtype=torch.float32),
+                weight_versions=torch.tensor(segment.weight_versions, dtype=torch.int32),
                 finish_reason="length" if result.is_truncated else "stop",
                 prompt_text=self._text(segment, 0, segment.num_prompt_tokens)
                 if index
