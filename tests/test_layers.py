@@ -36,6 +36,7 @@ HOMES = {
     "openrlhf.utils.tokenizer": {"torch", "transformers", "huggingface_hub"},
     "openrlhf.utils.worker_process": {"psutil"},
     "openrlhf.utils.images": {"torch", "transformers", "PIL"},
+    "openrlhf.utils.rollout": {"torch", "numpy"},
     "openrlhf.rewards.remote": {"httpx"},
     "openrlhf.rewards.math_expressions": {"math_verify", "mpmath", "sympy"},
     "openrlhf.datasets": {"torch", "datasets", "pyarrow", "filelock"},

@@ -109,7 +109,7 @@ def _train(
 ) -> "Checkpointer":
     strategy, run_dir = trainer.strategy, Path(config.ckpt.output_dir)
     check_room(hf_model_of(trainer.model), run_dir)
-    opened.check_room(trainer.engine.num_state_bytes)
+    opened.check_room(trainer.engine.num_state_bytes())
     if strategy.is_main:
         told = config.model_dump(mode="json")
         opened.clear_folder(run_dir, config)

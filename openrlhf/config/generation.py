@@ -153,7 +153,9 @@ class AgentsConfig(RanksConfig):
         300.0, "Seconds to wait for a node in place of one that is gone.", ge=0
     )
     restart_timeout_s: float = option(
-        1800.0, "Seconds for a process in place of a lost one to start and to load its model.", gt=0
+        1800.0,
+        "Seconds for a rank to start; in place of a lost process, for a model to load too.",
+        gt=0,
     )
     async_num_tasks: int = option(128, "Agents of an engine.", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0)
     agent_func_path: str | None = option(

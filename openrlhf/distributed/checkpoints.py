@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,12 +34,20 @@ from openrlhf.config.cli import check_settings, read_resolved, settings_of
 from openrlhf.config.common import CheckpointConfig, TrainingRunConfig
 from openrlhf.config.local_paths import MODEL_FILES, reads_from
 from openrlhf.distributed import folders
-from openrlhf.distributed.collectives import gather_by_store, is_main, on_main, together
-from openrlhf.distributed.folders import GB, Write, free_bytes
+from openrlhf.distributed.collectives import (
+    PATIENCE,
+    RANK_TIMEOUT_S,
+    all_gather_object,
+    gather_by_store,
+    is_main,
+    on_main,
+    together,
+)
+from openrlhf.distributed.folders import GB, MARGIN, Write, free_bytes, has_room
 from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError, LostRankError
 from openrlhf.utils import stopping
 from openrlhf.utils.console import notice, warn
-from openrlhf.utils.progress import SAY_AFTER_S, progress
+from openrlhf.utils.progress import progress, saying_what_is_awaited
 from openrlhf.utils.run_folder import CONFIG_FILE, ENDED_FILE, read_ending
 from openrlhf.utils.threads import start_thread, yield_cores
 
@@ -47,7 +55,6 @@ STATE = "state.json"
 RUN = "run"  # the run's own part of it
 GIB = 1024**3
 MAX_FAILED_SAVES = 3  # in a row
-MAX_SAVE_S = 4 * 3600.0  # until a disk that takes no more is an error
 BRIEF_S = 20.0  # for a save whose ranks may be gone, too
 _NAME = re.compile(r"global_step(\d+)(?:_hf)?")
 _BEST = "best_global_step*_hf"
@@ -237,6 +244,7 @@ class Save:
     content: Mapping[str, Any]
     thread: threading.Thread | None = None
     error: BaseException | None = None
+    is_late: bool = False  # True once it took longer than a save may
     is_left: bool = False  # True where the run has ended without it
 
     @property
@@ -266,6 +274,7 @@ class RunCheckpoints:
         self.data = data
         self.saved = saved
         self.settings = settings or {}
+        self.limit_s = PATIENCE * RANK_TIMEOUT_S  # until a save that goes on has failed
         self.num_failed = 0  # saves in a row
         self.num_bytes = 0  # of a checkpoint: those of the last one, or what it will take
         self.under_way: Save | None = None
@@ -281,8 +290,12 @@ class RunCheckpoints:
         """Return the last states that the run saved (`ended`), or else goes on from; None where
         there are none. Raise CheckpointError where they are damaged.
         """
-        step = self.resume_step if self.saved_step is None else self.saved_step
-        return None if step is None else self.store.read(step)
+        return None if self.last_step is None else self.store.read(self.last_step)
+
+    @property
+    def last_step(self) -> int | None:
+        """Return the step of these states; None where there are none."""
+        return self.resume_step if self.saved_step is None else self.saved_step
 
     def find_saved(self, command: TrainingRunConfig | None) -> None:
         """Find the checkpoint that the run goes on from; all ranks call. Raises as
@@ -376,18 +389,22 @@ class RunCheckpoints:
         if not self.is_on or self.config.disable_ds:
             return
         self.num_bytes = num_bytes
-        if (free := on_main(lambda: free_bytes(self.store.root))) < num_bytes:
+        if not on_main(lambda: has_room(self.store.root, num_bytes)):
             raise ConfigError(
-                f"--ckpt_path {self.config.path} has {free / GB:.2f} GB free, and a checkpoint "
-                f"takes {num_bytes / GB:.2f} GB. Make room, or type the path of a folder on "
-                "another disk."
+                f"--ckpt_path {self.config.path} has {free_bytes(self.store.root) / GB:.2f} GB "
+                f"free, and a checkpoint takes {num_bytes / GB:.2f} GB; {MARGIN:.0%} more must be "
+                "free, for logs and rollouts. Make room, or type the path of a folder on another "
+                "disk."
             )
 
     def save(self, run: Resumable) -> None:
-        """Copy what the config says, and have a thread write and commit it: see `ended`. All ranks
-        call, when no save is under way.
+        """Copy what the config says, and have a thread write and commit it: see `ended`, which all
+        ranks call before. A save fails while one before it, of which a disk takes no more, goes on.
         """
-        assert self.under_way is None, "a save is under way"
+        if (before := self.under_way) is not None:
+            why = CheckpointError(f"that of step {before.step} is still being written.")
+            self._count_failure(run.global_step, why)
+            return
         step, content, has_states = run.global_step, run.state_dict(), not self.config.disable_ds
         root, run_dir = self.store.root.resolve(), Path(self.config.output_dir).resolve()
         state = {RUN: content, "data": asdict(self.data), "settings": self.settings}
@@ -395,7 +412,7 @@ class RunCheckpoints:
         state = json.loads(json.dumps(state))  # as it is now
         save = Save(step, content)
         try:
-            with progress("saving a checkpoint"):
+            with progress("saving a checkpoint"), self._saying_what_is_awaited(step):
                 states, export, _ = on_main(lambda: self._stage(step))
                 if self.config.save_hf:
                     together(partial(run.export, export))
@@ -410,10 +427,10 @@ class RunCheckpoints:
 
     def _stage(self, step: int) -> tuple[Path, Path, Path]:
         self.store.remove_torn()  # of a save whose ranks were lost
-        if (free := free_bytes(self.store.root)) < self.num_bytes:
+        if not has_room(self.store.root, self.num_bytes):
             raise CheckpointError(
-                f"it takes {self.num_bytes / GB:.2f} GB, {free / GB:.2f} GB are free in "
-                f"{self.config.path}."
+                f"it takes {self.num_bytes / GB:.2f} GB, {free_bytes(self.store.root) / GB:.2f} GB "
+                f"are free in {self.config.path}, and {MARGIN:.0%} more must be."
             )
         return self.store.stage(step)
 
@@ -447,45 +464,66 @@ class RunCheckpoints:
 
     def ended(self) -> tuple[int, Path] | None:
         """Wait for the save under way; return its step and folder, None where there is none or it
-        failed. All ranks call, main threads alone.
+        failed, as one does that is waited for too long. All ranks call, main threads alone.
 
         Raises CheckpointError when saves failed several times in a row.
         """
-        save, self.under_way = self.under_way, None
+        save = self.under_way
         if save is None:
             return None
-        self._wait(save)
-        if isinstance(save.error, CheckpointError):
-            self.num_failed += 1
-            line = f"checkpoint of step {save.step} was not saved: {save.error}"
-            if self.num_failed >= MAX_FAILED_SAVES:
-                raise CheckpointError(f"{line} It is failure {self.num_failed} in a row: stopping.")
-            warn_on_main(
-                f"{line} The earlier ones are kept, training goes on (failure {self.num_failed} of "
-                f"{MAX_FAILED_SAVES} in a row)."
-            )
+        was_late = save.is_late
+        if self._is_over(save):
+            self.under_way = None
+            error = save.error
+        else:
+            error = self._lateness
+        if isinstance(error, CheckpointError):
+            if not (was_late and save.is_late):
+                self._count_failure(save.step, error)
             return None
-        if save.error is not None:
-            raise save.error
+        if error is not None:
+            raise error
         self.num_failed, self.kept = 0, save.content
         self.saved_step = self.saved_step if self.config.disable_ds else save.step
         return save.step, self.store.kept(save.step)[-1]
 
-    def _wait(self, save: Save, limit_s: float = MAX_SAVE_S) -> None:
-        if save.thread is None:
-            return
-        with progress("waiting for the checkpoint"):
-            save.thread.join(min(SAY_AFTER_S, limit_s))
-            if not save.is_over and limit_s > SAY_AFTER_S:
-                said = f"waited {SAY_AFTER_S:.0f} s for the checkpoint of step {save.step}"
-                warn_on_main(f"{said}, which is being written to {self.config.path}")
+    def _count_failure(self, step: int, error: CheckpointError) -> None:
+        self.num_failed += 1
+        line = f"checkpoint of step {step} was not saved: {error} {self.last_in_words}"
+        if self.num_failed >= MAX_FAILED_SAVES:
+            raise CheckpointError(f"{line} It is failure {self.num_failed} in a row: stopping.")
+        warn_on_main(f"{line} It is failure {self.num_failed} of {MAX_FAILED_SAVES} in a row.")
+
+    @property
+    def last_in_words(self) -> str:
+        """Return the place of the last states, without a look at a disk that may be stalled."""
+        if self.last_step is None:
+            return "There is no other one."
+        return f"The last one is {self.store.folders(self.last_step)[0]}."
+
+    @property
+    def _lateness(self) -> CheckpointError:
+        return CheckpointError(
+            f"it was not written in {self.limit_s:g} s ({PATIENCE:g} times --rank_timeout_s): "
+            f"{self.config.path} takes no more. Look at its disk."
+        )
+
+    def _is_over(self, save: Save) -> bool:
+        """Wait for a save, once, until it has to be over; return True if it is, on all ranks,
+        which call.
+        """
+        self._wait(save, 0.0 if save.is_late else self.limit_s)
+        save.is_late = not all(all_gather_object(save.is_over))
+        return not save.is_late
+
+    def _wait(self, save: Save, limit_s: float) -> None:
+        if save.thread is not None:
+            with progress("waiting for the checkpoint"), self._saying_what_is_awaited(save.step):
                 save.thread.join(limit_s)
-        if not save.is_over:
-            save.is_left = True
-            raise CheckpointError(
-                f"the checkpoint of step {save.step} was not written in {MAX_SAVE_S / 3600:g} "
-                f"hours: {self.config.path} takes no more. Look at its disk."
-            )
+
+    def _saying_what_is_awaited(self, step: int) -> AbstractContextManager[None]:
+        what = f"the checkpoint of step {step}, which is being written to {self.config.path}"
+        return saying_what_is_awaited(what, warn_on_main)
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
@@ -497,18 +535,19 @@ class RunCheckpoints:
         finally:
             error, save = sys.exc_info()[1], self.under_way
             if save is not None:
-                is_lost = isinstance(error, LostRankError)
-                save.is_left = is_lost or stopping.is_asked() or stopping.is_overdue()
+                is_hopeless = save.is_late or isinstance(error, LostRankError)
+                save.is_left = is_hopeless or stopping.is_asked() or stopping.is_overdue()
                 if not save.is_left:
-                    self._see_off(save, BRIEF_S if isinstance(error, EngineError) else MAX_SAVE_S)
+                    self._see_off(save, BRIEF_S if isinstance(error, EngineError) else self.limit_s)
 
     def _see_off(self, save: Save, limit_s: float) -> None:
         """Wait for a save that no one asks for any more."""
-        with suppress(CheckpointError):  # the error that ends the run is the one to tell
-            self._wait(save, limit_s)
-        if save.error is not None or not save.is_over:
+        self._wait(save, limit_s)
+        save.is_left = not save.is_over
+        if save.error is not None or save.is_left:
             why = save.error or f"it took longer than {limit_s:g} s."
-            warn_on_main(f"checkpoint of step {save.step} was not saved: {why}")
+            said = f"checkpoint of step {save.step} was not saved: {why} {self.last_in_words}"
+            warn_on_main(said)
 
     def save_last(self, run: Resumable) -> tuple[tuple[int, Path] | None, str]:
         """Save a run that was asked to stop, even if it keeps no checkpoints, once the save under
@@ -529,7 +568,8 @@ class RunCheckpoints:
             self.save(run)
             saved = self.ended()
             if saved is None:
-                return None, f"{done}, it could not be saved."
+                how = stopping.NOTHING_SAVED if self.last_step is None else self._to_go_on()
+                return None, f"{done}, it could not be saved. {self.last_in_words} {how}"
         return saved, f"{done}, it was saved in {config.path}. {self._to_go_on()}"
 
     def how_to_go_on(self) -> str:
@@ -548,8 +588,10 @@ class RunCheckpoints:
         """Keep the model that `export` writes as the best so far, in place of the one before;
         return True if it was saved. A failure costs a line.
         """
-        if self.under_way is not None:  # it may stage the same step
-            self._wait(self.under_way)
+        save = self.under_way  # it may have staged the same step
+        if save is not None and not self._is_over(save):
+            warn_on_main(f"the best model (step {step}) was not saved: {self._lateness}")
+            return False
         try:
             *_, best = on_main(lambda: self.store.stage(step))
             together(partial(export, best))
@@ -601,6 +643,8 @@ def open_checkpoints(
     """
     settings = {} if command is None else settings_of(command)
     checkpoints = RunCheckpoints(config, data, settings=settings)
+    if command is not None:
+        checkpoints.limit_s = PATIENCE * command.train.rank_timeout_s
     if config.uses_root:
         on_main(checkpoints.store.remove_torn)  # not what another run writes there now
     checkpoints.find_saved(command)
@@ -676,7 +720,10 @@ def exporting_anyway(export: Callable[[], None], path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        export()
+        try:
+            export()
+        except CheckpointError as other:
+            raise CheckpointError(f"{error} {other}") from None
         raise CheckpointError(f"{error} The model was written to {path}.") from None
 
 

@@ -28,6 +28,7 @@ from openrlhf.errors import CheckpointError, EngineError, LostRankError, first_l
 from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Quiet
 from openrlhf.utils.rendezvous import open_store
+from openrlhf.utils.user_code import in_words
 
 Thing = TypeVar("Thing")
 Gather = Callable[[list[str]], list[list[str]]]
@@ -208,22 +209,29 @@ def broadcast_object(thing: Thing) -> Thing:
     return box[0]
 
 
+def problem_of(error: BaseException) -> str:
+    """Return an error as all are told of it; one that is not of files with its type."""
+    is_of_files = isinstance(error, (OSError, RuntimeError, CheckpointError)) and str(error)
+    return str(error) if is_of_files else in_words(error)
+
+
 def together(work: Callable[[], Thing], gather: Gather = all_gather_object) -> Thing:
     """Return the result of this rank's work on files; raise CheckpointError on every rank if it
     failed on any, so that all go on or none. `gather`: how they tell one another.
 
     torch reports a full disk as RuntimeError. An error of another kind ends the process, which the
-    others notice; in a thread it would not, so that `gather_by_store` tells others of it too.
+    others notice. In a thread, with `gather_by_store`, it would not: there any is told to all, but
+    the loss of a rank.
     """
     problems, result = [], None
     try:
         result = work()
     except (OSError, RuntimeError, CheckpointError) as error:
-        problems.append(str(error) or type(error).__name__)
+        problems.append(problem_of(error))
     except Exception as error:
-        if gather is not gather_by_store or world_size() == 1:
+        if gather is not gather_by_store or isinstance(error, LostRankError):
             raise
-        problems.append(repr(error))
+        problems.append(problem_of(error))
     everyones = [problem for part in gather(problems) for problem in part]
     if everyones:
         raise CheckpointError(" ".join(dict.fromkeys(everyones)))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from openrlhf.distributed import collectives
-from openrlhf.distributed.folders import GB, flush, flush_one, free_bytes
+from openrlhf.distributed.folders import GB, MARGIN, flush, flush_one, free_bytes, has_room
 from openrlhf.distributed.weights import exported_parameters, total_bytes
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.console import warn
@@ -79,11 +79,11 @@ def check_room(hf_model: nn.Module, path: Path, *, num_copies: int = 1) -> None:
     is_adapter = hasattr(hf_model, "peft_config")
     written = (p for p in hf_model.parameters() if p.requires_grad or not is_adapter)
     needed = num_copies * total_bytes(written)
-    free = collectives.on_main(lambda: free_bytes(path))
-    if free < needed:
+    if not collectives.on_main(lambda: has_room(path, needed)):
         raise ConfigError(
-            f"--save_path {path} has {free / GB:.2f} GB free, and the model takes "
-            f"{needed / GB:.2f} GB. Make room, or type the path of a folder on another disk."
+            f"--save_path {path} has {free_bytes(path) / GB:.2f} GB free, and the model takes "
+            f"{needed / GB:.2f} GB; {MARGIN:.0%} more must be free, for logs and rollouts. Make "
+            "room, or type the path of a folder on another disk."
         )
 
 

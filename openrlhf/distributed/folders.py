@@ -34,6 +34,7 @@ TEMPORARY = "tmp-"
 REMOVED = f"{TEMPORARY}removed-"
 MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side by side
 GB = 1e9
+MARGIN = 0.05  # of what is to be written: logs and rollouts grow meanwhile
 ROOM = 0.5  # of the free host memory, for copies of what is saved
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # By the controllers of a line there, those of version 2 first: the limit, and what counts as used.
@@ -179,6 +180,11 @@ def free_bytes(path: Path) -> int:
     """Return the free bytes of the disk that `path`, which need not exist, is or would be on."""
     place = next(part for part in (path, *path.absolute().parents) if part.exists())
     return shutil.disk_usage(place).free
+
+
+def has_room(path: Path, num_bytes: float) -> bool:
+    """Return True if the disk of `path` has room for so many bytes, and some more."""
+    return free_bytes(path) >= (1 + MARGIN) * num_bytes
 
 
 def flush(path: Path) -> None:

@@ -272,12 +272,14 @@ class TrainEngine:
             content, file, num_sharing=len(self._sharing), is_first=is_first
         )
 
-    @property
-    def num_state_bytes(self) -> int:
-        """Return the bytes that all ranks save: weights and moments in fp32."""
-        tensors = {True: 2, False: 3}  # Muon has one moment
+    def num_state_bytes(self, *, has_optimizer: bool = True) -> int:
+        """Return the bytes that all ranks save: weights, and moments unless the optimizer is left
+        out, in fp32.
+        """
+        num_moments = {True: 1, False: 2}  # Muon has one
         numel = sum(
-            tensors[getattr(p, "use_muon", False)] * getattr(p, "ds_numel", p.numel())
+            (1 + has_optimizer * num_moments[getattr(p, "use_muon", False)])
+            * getattr(p, "ds_numel", p.numel())
             for _, p in _trained(self.engine)
         )
         return torch.float32.itemsize * numel * max(1, self.engine.autotp_size())

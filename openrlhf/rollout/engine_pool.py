@@ -13,7 +13,7 @@ import torch
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import EngineError, LostEngineError
 from openrlhf.rollout.rollout import RolloutRequest
-from openrlhf.utils.rollout import Rollout, check_completion, sequence_tensors
+from openrlhf.utils.rollout import Rollout, checked_arrays, sequence_tensors
 from openrlhf.utils.threads import LoopThread
 from openrlhf.utils.tokenizer import Tokenizer
 
@@ -123,23 +123,26 @@ class EnginePool:
             )
         ids = [list(completion.token_ids) for completion in completions]
         names = [f"{asked.request_id}/{k}" for k in range(len(ids))]
-        for name, completion in zip(names, completions, strict=True):
-            check_completion(
+        arrays = [
+            checked_arrays(
                 name, completion.token_ids, completion.logprobs, vocab_size=self.vocab_size
             )
+            for name, completion in zip(names, completions, strict=True)
+        ]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=False)
         plain = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         request.metrics.add("num_generated_tokens", sum(map(len, ids)), reduction="sum")
         group = []
         for k, completion in enumerate(completions):
-            token_ids, action_mask = sequence_tensors(prompt.prompt_token_ids, ids[k])
+            response_ids, logprobs = arrays[k]
+            token_ids, action_mask = sequence_tensors(prompt.prompt_token_ids, response_ids)
             rollout = Rollout(
                 sample_id=names[k],
                 group_id=request.group_id,
                 token_ids=token_ids,
                 action_mask=action_mask,
-                logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
-                weight_versions=torch.tensor(completion.token_versions, dtype=torch.int32),
+                logprobs=torch.from_numpy(logprobs),
+                weight_versions=_versions_of(completion),
                 finish_reason=completion.finish_reason,
                 prompt_text=prompt.prompt_text,
                 response_text=texts[k],
@@ -151,6 +154,14 @@ class EnginePool:
 
     async def close(self) -> None:
         """Leave the engines to those who started them."""
+
+
+def _versions_of(completion: Completion) -> torch.Tensor:
+    """Return `token_versions`, (A,) int32, without a number of Python's for each token."""
+    versions = torch.full((len(completion.token_ids),), completion.weight_version)
+    for start, version in completion.version_starts:
+        versions[start:] = version
+    return versions.int()
 
 
 class BatchSampler:

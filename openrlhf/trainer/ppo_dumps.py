@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from openrlhf.distributed.folders import write_json
+from openrlhf.distributed.folders import GB, MARGIN, free_bytes, has_room, write_json
 from openrlhf.errors import CheckpointError, LostRankError, NumericsError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_updates import StepInputs
@@ -117,12 +117,14 @@ class StepDump:
         """
         step = self.step_inputs.global_step
         folder = str(self.folder.absolute())  # workers may have another working directory
+        has_optimizer = max(self.step_inputs.updates) > 1
         try:
             shutil.rmtree(folder, ignore_errors=True)
+            self.check_room(has_optimizer)
             self.folder.mkdir(parents=True)
             for group in self.groups.values():
                 with self.phases.update(group):
-                    group.call(TrainedWorker.save_states, folder, max(self.step_inputs.updates) > 1)
+                    group.call(TrainedWorker.save_states, folder, has_optimizer)
             self.write_samples()
             self.write_facts(**outcome)
         except (CheckpointError, OSError) as error:
@@ -132,6 +134,16 @@ class StepDump:
             return
         if says:
             notice(f"step {step} was kept: {self.how_to_replay}")
+
+    def check_room(self, has_optimizer: bool) -> None:
+        """Raise CheckpointError where the disk has no room for the states."""
+        sizes, groups = TrainedWorker.num_state_bytes, self.groups.values()
+        needed = sum(group.call(sizes, has_optimizer)[0] for group in groups)
+        if not has_room(self.folder, needed):
+            raise CheckpointError(
+                f"it takes {needed / GB:.2f} GB, {free_bytes(self.folder) / GB:.2f} GB are free in "
+                f"{self.folder.parent}, and {MARGIN:.0%} more must be."
+            )
 
     def write_samples(self) -> None:
         """Write the samples and what models computed for them."""

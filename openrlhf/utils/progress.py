@@ -45,16 +45,16 @@ class Quiet:
 
 
 @contextmanager
-def saying_who_is_awaited(who: str, see: str) -> Iterator[None]:
-    """Say now and then, while the block lasts, who has not started, and where to look."""
+def saying_what_is_awaited(what: str, say: Callable[[str], None] = notice) -> Iterator[None]:
+    """Say now and then, while the block lasts, what it waits for."""
     is_over, quiet = threading.Event(), Quiet()
 
-    def say() -> None:
+    def run() -> None:
         while not is_over.wait(left_s := quiet.say_after_s - quiet.seconds):
             quiet.add(left_s)
-            notice(f"waited {quiet.seconds:.0f} s for {who} to start: see {see}")
+            say(f"waited {quiet.seconds:.0f} s for {what}")
 
-    threading.Thread(target=say, name="awaited", daemon=True).start()
+    threading.Thread(target=run, name="awaited", daemon=True).start()
     try:
         yield
     finally:

@@ -5,16 +5,18 @@ A literal example: prompt ids [7, 8], sampled ids [9, 2] give token_ids [7, 8, 9
 action_mask [F, F, T, T]; logprobs has one number per sampled token.
 """
 
-import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from openrlhf.errors import EngineError
 from openrlhf.utils.images import Picture
+
+MAX_LOGPROB = 1e-3  # above 0 by rounding
 
 
 @dataclass(frozen=True)
@@ -103,34 +105,37 @@ def fields_of(rollout: Rollout, *, left_out: Container[str]) -> dict[str, object
     return {name: v.clone() if isinstance(v, Tensor) else v for name, v in values.items()}
 
 
-def check_completion(
+def checked_arrays(
     sample_id: str,
     token_ids: Sequence[int],
     logprobs: Sequence[float | None],
     *,
     vocab_size: int,
-) -> None:
-    """Raise EngineError for no token, ids outside the vocabulary, missing or impossible
-    log-probs.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a completion, int64, and their log-probs, float32; raise EngineError for
+    no token, ids outside the vocabulary, missing or impossible log-probs.
     """
     if not token_ids or len(token_ids) != len(logprobs):
         raise EngineError(
             f"sample {sample_id}: {len(token_ids)} tokens and {len(logprobs)} log-probs"
         )
-    for position, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-        is_possible = logprob is not None and math.isfinite(logprob) and logprob <= 1e-3
-        if not is_possible or not 0 <= token < vocab_size:
-            raise EngineError(
-                f"sample {sample_id}: token {token} with log-prob {logprob} at {position}; ids are "
-                f"0..{vocab_size - 1}"
-            )
+    ids, numbers = np.array(token_ids, np.int64), np.array(logprobs, np.float32)  # None is NaN
+    is_right = np.isfinite(numbers) & (numbers <= MAX_LOGPROB) & (ids >= 0) & (ids < vocab_size)
+    if not is_right.all():
+        position = int(is_right.argmin())
+        raise EngineError(
+            f"sample {sample_id}: token {token_ids[position]} with log-prob {logprobs[position]} "
+            f"at {position}; ids are 0..{vocab_size - 1}"
+        )
+    return ids, numbers
 
 
 def sequence_tensors(
-    prompt_ids: Sequence[int], response_ids: Sequence[int]
+    prompt_ids: Sequence[int], response_ids: Sequence[int] | np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Return token ids (T,) int64 and action mask (T,) bool of a single-turn sample."""
-    token_ids = torch.tensor([*prompt_ids, *response_ids], dtype=torch.int64)
+    parts = np.array(prompt_ids, np.int64), np.asarray(response_ids, np.int64)
+    token_ids = torch.from_numpy(np.concatenate(parts))
     action_mask = torch.zeros(len(token_ids), dtype=torch.bool)
     action_mask[len(prompt_ids) :] = True
     return token_ids, action_mask

@@ -232,6 +232,69 @@ def test_a_save_that_fails_behind_another_error_is_said(
     assert "checkpoint of step 4 was not saved: [Errno 28] No space left on device" in said
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("exp_avg")])
+def test_any_error_behind_a_save_is_a_failed_save(
+    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    checkpoints = saver(tmp_path)
+    checkpoints.save(Run(1, fill))
+    assert checkpoints.ended()
+
+    def write(folder: Path) -> None:
+        raise error
+
+    checkpoints.save(Run(2, write))
+    assert checkpoints.ended() is None
+    said = " ".join(capsys.readouterr().err.split())
+    what = f"[Errno 28] {error.args[1]}" if len(error.args) == 2 else "KeyError: 'exp_avg'"
+    assert said == (
+        f"warning: checkpoint of step 2 was not saved: {what} The last one is "
+        f"{tmp_path}/global_step1. It is failure 1 of 3 in a row."
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step1"]
+
+
+def test_a_save_that_does_not_end_is_named_and_has_failed_but_may_end_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("openrlhf.utils.progress.SAY_AFTER_S", 0.1)
+    checkpoints, may_end = saver(tmp_path), threading.Event()
+    checkpoints.limit_s = 0.5
+
+    def write(folder: Path) -> None:
+        fill(folder)
+        assert may_end.wait(20)  # the disk takes no more
+
+    checkpoints.save(Run(1, write))
+    assert checkpoints.ended() is None
+    said = " ".join(capsys.readouterr().err.split())
+    what = f"the checkpoint of step 1, which is being written to {tmp_path}"
+    assert f"warning: waited 0 s for {what}" in said
+    assert "step 1 was not saved: it was not written in 0.5 s (3 times --rank_timeout_s): " in said
+    assert said.endswith("There is no other one. It is failure 1 of 3 in a row.")
+    checkpoints.save(Run(2, fill))  # not beside it
+    may_end.set()
+    wait_until(lambda: checkpoints.is_written)
+    assert checkpoints.ended() == (1, tmp_path / "global_step1")
+    assert checkpoints.num_failed == 0 and checkpoints.store.steps() == [1]
+
+
+def test_a_disk_that_takes_no_more_is_waited_for_once_and_ends_the_run(tmp_path: Path) -> None:
+    checkpoints, may_end = saver(tmp_path), threading.Event()
+    checkpoints.limit_s = 0.1
+    with pytest.raises(CheckpointError, match="failure 3 in a row"), checkpoints.finishing():
+        checkpoints.save(Run(1, lambda folder: may_end.wait(20)))
+        thread = checkpoints.under_way.thread
+        assert checkpoints.ended() is None and checkpoints.ended() is None  # counted once
+        checkpoints.limit_s = 3600
+        for step in (2, 3):
+            checkpoints.save(Run(step, fill))
+            assert checkpoints.ended() is None
+    may_end.set()  # what is written behind the end does not count
+    thread.join(20)
+    assert not thread.is_alive() and not list(tmp_path.iterdir())
+
+
 def test_what_lost_ranks_left_takes_no_room_of_the_next_save(tmp_path: Path) -> None:
     checkpoints = saver(tmp_path)
 
@@ -316,6 +379,20 @@ def test_a_save_without_room_is_not_begun(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(CheckpointError, match="failure 3 in a row"):
         checkpoints.ended()
     assert not list(tmp_path.iterdir())
+
+
+def test_logs_and_rollouts_may_grow_beside_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "free_bytes", lambda path: 1050)
+    checkpoints = saver(tmp_path)
+    checkpoints.check_room(1000)
+    checkpoints.save(Run(1, fill))
+    assert checkpoints.ended()
+    with pytest.raises(ConfigError, match="; 5% more must be free, for logs and rollouts"):
+        checkpoints.check_room(1001)
+    checkpoints.save(Run(2, fill))
+    assert checkpoints.ended() is None
 
 
 def test_states_are_written_at_once_where_a_copy_has_no_room(

@@ -6,6 +6,8 @@ import os
 import re
 import resource
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,35 @@ def test_a_model_without_room_at_the_end_is_written_elsewhere(
     assert json.loads((tmp_path / "run" / "ended.json").read_text())["error"].endswith(error[7:])
 
 
+@contextmanager
+def room_for_a_model_alone(model: Path) -> Iterator[None]:
+    """Refuse files as large as states, which take three times as much."""
+    num_bytes = (model / "model.safetensors").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_last_checkpoint_that_fails_costs_a_line_that_says_which_is_there(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*sft_words(tiny_model_dir, tmp_path), "--save_steps", "1", "--load_checkpoint"]
+    words += ["--ckpt_path", str(tmp_path / "ckpt"), "--max_epochs"]
+    assert exit_code(train_sft.main, [*words, "1"]) == 0
+    capsys.readouterr()
+    with room_for_a_model_alone(tiny_model_dir):
+        assert exit_code(train_sft.main, [*words, "2"]) == 0
+    said = capsys.readouterr()
+    [warning] = [line for line in said.err.splitlines() if "was not saved" in line]
+    assert warning.startswith("warning: checkpoint of step 2 was not saved: File too large: ")
+    last = f"The last one is {tmp_path}/ckpt/global_step1. It is failure 1 of 3 in a row."
+    assert warning.endswith(last)
+    assert f"model saved to {tmp_path}/run, beside " in said.out
+
+
 @pytest.mark.parametrize("num_steps", [3, 4])
 def test_checkpoints_without_room_do_not_cost_the_model(
     num_steps: int, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -69,18 +100,13 @@ def test_checkpoints_without_room_do_not_cost_the_model(
 
     words = [*sft_words(tiny_model_dir, tmp_path), "--max_epochs", str(num_steps)]
     words += ["--save_steps", "1", "--ckpt_path", str(tmp_path / "ckpt")]
-    num_bytes = (tiny_model_dir / "model.safetensors").stat().st_size
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * num_bytes, before[1]))  # states take three times
-    try:
+    with room_for_a_model_alone(tiny_model_dir):
         assert exit_code(train_sft.main, words) == 3
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(
         r"error: checkpoint of step 3 was not saved: File too large: tp0-dp0.pt takes \d\.\d\d GB, "
-        rf"\d+\.\d\d GB are free in {tmp_path}/ckpt/tmp-global_step3/model\. It is failure 3 in a "
-        rf"row: stopping\. The model was written to {tmp_path}/run\.",
+        rf"\d+\.\d\d GB are free in {tmp_path}/ckpt/tmp-global_step3/model\. There is no other "
+        rf"one\. It is failure 3 in a row: stopping\. The model was written to {tmp_path}/run\.",
         last,
     )
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
@@ -101,7 +127,8 @@ def test_a_disk_without_room_for_the_model_is_said_before_training(
     assert exit_code(train_sft.main, sft_words(tiny_model_dir, tmp_path)) == 2
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == (
-        f"error: --save_path {tmp_path}/run has 0.00 GB free, and the model takes 0.00 GB. Make "
-        "room, or type the path of a folder on another disk."
+        f"error: --save_path {tmp_path}/run has 0.00 GB free, and the model takes 0.00 GB; 5% more "
+        "must be free, for logs and rollouts. Make room, or type the path of a folder on another "
+        "disk."
     )
     assert "step 1/" not in said.out

@@ -126,7 +126,7 @@ def run_case(options: dict, folder: Path, name: str) -> dict:
     before_save = full_weights(engine)
     engine.save_states(folder / name)
     write = engine.take_states(folder / f"{name}-taken")
-    num_bytes = engine.num_state_bytes
+    num_bytes = engine.num_state_bytes()
     engine.backward(loss_of(engine, samples), is_last_micro_batch=True)
     engine.step()
     write()

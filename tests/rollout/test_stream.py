@@ -287,6 +287,14 @@ def test_tokens_and_log_probs_are_kept() -> None:
     assert second.logprobs.tolist() == [0, -80]
 
 
+def test_each_token_has_the_version_of_its_weights() -> None:
+    mixed = Completion((3, 4, 5), (-0.5,) * 3, "stop", 7, version_starts=((0, 6), (2, 7)))
+    first, second = samples_of(GOOD, mixed)
+    assert first.weight_versions.tolist() == [GOOD.weight_version] * 2
+    assert second.weight_versions.tolist() == list(mixed.token_versions) == [6, 6, 7]
+    assert second.weight_versions.dtype == torch.int32
+
+
 IMPOSSIBLE = [
     ((3, 4), (-0.5, None), "token 4 with log-prob None at 1; ids are 0..9"),
     ((3, 4), (math.nan, -0.5), "token 3 with log-prob nan at 0; ids are 0..9"),

@@ -14,6 +14,7 @@ from openrlhf.commands.replay import read_step
 from openrlhf.commands.train_rl import fit_and_export, init_models, phases_of
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed import folders
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.errors import DataError, EngineError, LostRankError
 from openrlhf.trainer.device_phases import DevicePhases
@@ -63,6 +64,8 @@ class LosingActor(FakeActor):
         if method is TrainedWorker.take_states:
             self.lose(self.lost_in_saves)
             self.taken = Path(args[0], "actor"), str(self.world.policy_version)
+        elif method is TrainedWorker.num_state_bytes:
+            return [1000]
         elif method is TrainedWorker.save_states:  # for a replay
             Path(args[0], "actor").write_text(str(self.world.policy_version))
         elif method is TrainedWorker.load_states:
@@ -223,6 +226,19 @@ def test_a_step_that_ends_a_rank_twice_in_the_same_way_is_kept_and_ends_the_run(
     assert kept.error == "actor rank  of  died: pid  was killed by SIGKILL"
 
 
+def test_a_suspect_step_is_not_kept_where_the_disk_has_no_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    full = {"dumps": 1049}
+    monkeypatch.setattr(folders, "free_bytes", lambda path: full.get(path.parent.name, 10**9))
+    trainer, _ = losing_trainer(World(), tmp_path, save_steps=1, poison=4)
+    with pytest.raises(EngineError, match="Step 5 has ended in this way before") as caught:
+        trainer.fit()
+    assert "It was kept" not in str(caught.value)
+    assert "warning: step 5 was not kept: it takes 0.00 GB, " in capsys.readouterr().err
+    assert not list(trainer.inputs.run_dir.glob("dumps/*"))
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(("save_steps", "end", "exported"), [(3, 8, [8, 8]), (5, 5, [5, 5])])
 def test_a_rank_that_is_lost_in_the_last_export_does_not_end_the_run(
@@ -260,10 +276,11 @@ def test_a_rank_that_is_lost_while_the_first_models_load_is_started_again() -> N
     assert init_models(config, {"ref": Group()}, [1], phases) == {"ref": 7_000_000}  # type: ignore[dict-item]
 
 
-def test_a_rank_that_hangs_while_its_model_loads_is_started_again(
+def test_a_rank_that_hangs_at_its_start_is_lost_and_while_its_model_loads_is_started_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     made: list[SimpleNamespace] = []
+    hanging = {(0, "join"), (2, "run")}  # the last one of a start in place of lost ones
 
     def make(*_: object) -> SimpleNamespace:
         number = len(made)
@@ -275,7 +292,7 @@ def test_a_rank_that_hangs_while_its_model_loads_is_started_again(
         return made[-1]
 
     def wait(references: list[tuple[int, str]], timeout: float) -> tuple[list, list]:
-        if references[0] == (2, "run"):  # of the first start in place of the lost ones
+        if references[0] in hanging:
             assert timeout == 1800
             return [], references
         return references[:1], references[1:]
@@ -289,6 +306,8 @@ def test_a_rank_that_hangs_while_its_model_loads_is_started_again(
     group = launcher.RayActorGroup(
         TrainedWorker, PPOConfig(), [{}, {}], role="critic", run_dir="run", restarts=Restarts(3)
     )
+    with pytest.raises(LostRankError, match="critic rank 0 of 2 did not respond in 1800 s"):
+        group.join()
     assert group.start_again() == 950 and not group.is_starting
     assert len(made) == 6 and group.handles == made[4:]
     said = " ".join(capsys.readouterr().err.split())

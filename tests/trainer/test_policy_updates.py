@@ -62,6 +62,12 @@ def test_states_kept_for_a_replay_take_nothing_from_a_checkpoint_under_way(
     assert files[0] == files[1] != []
     assert "holds no copy" in actor.write_taken()  # nothing is no success
 
+    def fail() -> None:
+        raise KeyError("exp_avg")
+
+    actor.taken = [fail]
+    assert actor.write_taken() == "KeyError: 'exp_avg'"  # whatever it is, the controller hears it
+
 
 def ragged_experience(count: int = 64, *, with_ref: bool = False) -> Experience:
     generator = torch.Generator().manual_seed(0)

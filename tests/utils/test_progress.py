@@ -9,7 +9,7 @@ import transformers
 
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils import progress as bars
-from openrlhf.utils.progress import hide_bars, progress, saying_who_is_awaited, tracked
+from openrlhf.utils.progress import hide_bars, progress, saying_what_is_awaited, tracked
 
 
 def test_nothing_is_drawn_without_a_terminal(capsys):
@@ -69,7 +69,7 @@ def test_loading_a_model_moves_a_bar_with_its_name(terminal: io.StringIO, tiny_m
 
 def test_who_does_not_start_is_named_until_it_has(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(bars, "SAY_AFTER_S", 0.1)
-    with saying_who_is_awaited("vllm-0", "run/logs/vllm-0*"):
+    with saying_what_is_awaited("vllm-0 to start: see run/logs/vllm-0*"):
         time.sleep(0.35)  # it is said after 0.1 and 0.2 s
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["waited 0 s for vllm-0 to start: see run/logs/vllm-0*"] * 2

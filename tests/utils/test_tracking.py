@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
@@ -63,6 +64,15 @@ def test_resume_drops_the_samples_after_the_checkpoint(tmp_path):
 def test_numbers_that_parquet_cannot_hold_are_text(tmp_path):
     path = write_rollouts(tmp_path, 1, [{"hash": 2**70}, {"hash": 3}], num_kept=9)
     assert pyarrow.parquet.read_table(path).to_pylist() == [{"hash": str(2**70)}, {"hash": "3"}]
+
+
+def test_no_repeated_values_are_looked_for_among_log_probs(tmp_path):
+    numbers = {"logprobs": np.zeros(4, np.float32), "token_ids": np.arange(4), "reward": 0.5}
+    path = write_rollouts(tmp_path, 1, [numbers | {"prompt": "2 + 3"}], num_kept=9)
+    found = pyarrow.parquet.read_metadata(path).row_group(0).to_dict()["columns"]
+    is_looked = {column["path_in_schema"]: column["has_dictionary_page"] for column in found}
+    lists = {"logprobs.list.element": False, "token_ids.list.element": True}
+    assert is_looked == lists | {"reward": True, "prompt": True}
 
 
 def test_files_that_cannot_be_written_warn_once(tmp_path, capsys):

@@ -27,7 +27,7 @@ from openrlhf.utils.agent import (
     flag_of,
 )
 from openrlhf.utils.images import ImageProcessor, Picture, PictureError, read_picture
-from openrlhf.utils.rollout import PromptRecord, check_completion
+from openrlhf.utils.rollout import PromptRecord, checked_arrays
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, outside_vocabulary
 
 _PLAIN_START = "\n"  # text before feedback, so that it is encoded as a continuation
@@ -167,7 +167,7 @@ class Episode:
         that cutting it cut the episode.
         """
         ids, logprobs = completion.token_ids, completion.logprobs
-        check_completion(self.request.sample_id, ids, logprobs, vocab_size=self.setup.vocab_size)
+        checked_arrays(self.request.sample_id, ids, logprobs, vocab_size=self.setup.vocab_size)
         prompt = list(prompt_token_ids)
         with self._lock:
             self.check_open()

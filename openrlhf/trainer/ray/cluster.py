@@ -25,7 +25,7 @@ from openrlhf.trainer.ray.watch import (
     WatchedRank,
     WatchedRay,
 )
-from openrlhf.utils.progress import progress, saying_who_is_awaited
+from openrlhf.utils.progress import progress, saying_what_is_awaited
 
 
 @contextmanager
@@ -73,11 +73,11 @@ def ray_cluster(
             at_the_end(engine.kill)
         with progress("starting workers", len(groups) + len(engines)) as advance:
             for role, group in groups.items():
-                with saying_who_is_awaited(role, f"{group.logs}*"):
+                with saying_what_is_awaited(f"{role} to start: see {group.logs}*"):
                     group.join()
                 advance()
-            for engine in engines:  # may fetch its model first, so that no limit would be right
-                with saying_who_is_awaited(engine.name, f"{engine.log}*"):
+            for engine in engines:  # may fetch its model first: how long that takes nobody knows
+                with saying_what_is_awaited(f"{engine.name} to start: see {engine.log}*"):
                     engine.ready()
                 advance()
         recovery = EngineRecovery(engines, restarts)

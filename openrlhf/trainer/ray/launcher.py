@@ -296,10 +296,9 @@ class RayActorGroup(WorkerGroup):
             try:
                 for rank, handle in enumerate(self.handles):
                     wait_for_node(handle, self._slots[rank], self.who(rank), self._limits)
-                limit_s = self._limits.restart_timeout_s
-                self.join(limit_s)
+                self.join()
                 loading = self._submit("init_model", [self.model_args] * len(self.handles))
-                size = int(self._wait(loading, limit_s)[0])
+                size = int(self._wait(loading, self._limits.restart_timeout_s)[0])
             except LostRankError as error:
                 lost = error
             else:
@@ -319,8 +318,11 @@ class RayActorGroup(WorkerGroup):
             self.ended[rank] = why
             ray.kill(handle)
 
-    def join(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Wait until all ranks are up and have met."""
+    def join(self) -> None:
+        """Wait until all ranks are up and have met, at the first start too: no model is loaded or
+        fetched before.
+        """
+        timeout_s = self._limits.restart_timeout_s
         [endpoint] = self._wait([self.handles[0].endpoint.remote()], timeout_s)
         joining = [handle.join.remote(*endpoint) for handle in self.handles]
         self.nodes = self._wait(joining, timeout_s)

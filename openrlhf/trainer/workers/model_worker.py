@@ -24,7 +24,7 @@ from openrlhf.algorithms.policy_loss import aggregate
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
-from openrlhf.distributed.collectives import all_gather_object, together, world_size
+from openrlhf.distributed.collectives import all_gather_object, problem_of, together, world_size
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.folders import Write, nothing, write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -44,6 +44,7 @@ from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, Health, progress
 from openrlhf.utils.rendezvous import free_port
 from openrlhf.utils.tensors import NamedTensors
+from openrlhf.utils.threads import telling
 from openrlhf.utils.tokenizer import tokenizer_of
 
 
@@ -333,16 +334,15 @@ class TrainedWorker(ModelWorker):
         writes, self.taken = self.taken, None
         if writes is None:
             return f"{self.role} rank {self.rank} holds no copy of its states."
-        try:
+        problems: list[str] = []
+        with telling(lambda error: problems.append(problem_of(error))):
             for write in writes:
                 write()
-        except (OSError, RuntimeError, CheckpointError) as error:
-            return str(error) or type(error).__name__
-        return ""
+        return "".join(problems)
 
-    def num_state_bytes(self) -> int:
+    def num_state_bytes(self, has_optimizer: bool = True) -> int:
         """Return the bytes of the states of all ranks."""
-        return self.engine.num_state_bytes
+        return self.engine.num_state_bytes(has_optimizer=has_optimizer)
 
     def load_states(self, folder: str) -> bool:
         """Load what `take_states` took; return True if random numbers go on where they stood,
