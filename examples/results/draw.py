@@ -14,7 +14,7 @@ WINDOW = 5  # steps of which the mean is drawn
 
 def records(path: Path) -> list[dict[str, float]]:
     """Return the JSON lines of a file, without other lines."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line[:1] == "{"]
+    return [json.loads(line) for line in path.read_text().splitlines() if line[:2] == '{"']
 
 
 def smooth(values: list[float]) -> list[float]:

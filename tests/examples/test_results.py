@@ -22,7 +22,7 @@ def test_the_demo_trains_the_tiny_model_or_the_real_one(model: str | None, scrip
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_script_of_sums_trains_the_real_model(tmp_path: Path) -> None:
     env = os.environ | {"OUT": str(tmp_path), "STEPS": "1", "ARGS": "--eval_steps -1"}
     said = run_command("bash", RESULTS / "sums.sh", env=env, timeout=560)
@@ -34,3 +34,7 @@ def test_the_script_of_sums_trains_the_real_model(tmp_path: Path) -> None:
     found = [r["eval/eval_default_pass1"] for r in records if "eval/eval_default_pass1" in r]
     assert len(found) == 2 and 0.05 < found[0] < 0.2
     assert (tmp_path / "rl" / "model.safetensors").exists()
+    log, picture = tmp_path / "trl.log", tmp_path / "sums.png"
+    log.write_text(run_command("python", RESULTS / "sums_trl.py", tmp_path, "1", "0", timeout=300))
+    run_command("python", RESULTS / "draw.py", tmp_path / "rl", log, picture)
+    assert picture.stat().st_size > 10_000
