@@ -55,7 +55,7 @@ class StubGroup(WorkerGroup):
 
 def rollouts_of(num_samples: int) -> list[Rollout]:
     """Return scored samples, each with memory of its own."""
-    tokens = torch.randint(0, 150_000, (num_samples, NUM_TOKENS))
+    tokens = torch.randint(0, 150_000, (num_samples, NUM_TOKENS), dtype=torch.int32)
     masks = (torch.arange(NUM_TOKENS) >= NUM_PROMPT).repeat(num_samples, 1)
     logprobs = -torch.rand(num_samples, NUM_ACTIONS)
     versions = torch.zeros(num_samples, NUM_ACTIONS, dtype=torch.int32)

@@ -59,7 +59,7 @@ class Rollout:
     sample_id: str  # "<tag>/<row>/<k>", rows counted from 1; unique in a run
     group_id: int  # samples of the same prompt in the same step share it
     row_id: int  # row of the prompt data set
-    token_ids: Tensor  # (T,) int64: prompt and everything that followed
+    token_ids: Tensor  # (T,) int32: prompt and everything that followed
     action_mask: Tensor  # (T,) bool: tokens the policy sampled
     logprobs: Tensor  # (A,) float32: log-probs reported by the engine at the sampling temperature
     weight_versions: Tensor  # (A,) int32: version of the weights each token was sampled under
@@ -133,8 +133,8 @@ def checked_arrays(
 def sequence_tensors(
     prompt_ids: Sequence[int], response_ids: Sequence[int] | np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids (T,) int64 and action mask (T,) bool of a single-turn sample."""
-    parts = np.array(prompt_ids, np.int64), np.asarray(response_ids, np.int64)
+    """Return token ids (T,) int32 and action mask (T,) bool of a single-turn sample."""
+    parts = np.array(prompt_ids, np.int32), np.asarray(response_ids, np.int32)
     token_ids = torch.from_numpy(np.concatenate(parts))
     action_mask = torch.zeros(len(token_ids), dtype=torch.bool)
     action_mask[len(prompt_ids) :] = True

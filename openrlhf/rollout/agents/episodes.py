@@ -285,7 +285,7 @@ class AgentEpisodes:
                 sample_id=f"{sample_id}#{index}" if index else sample_id,
                 episode_id=sample_id,
                 group_id=group_id,
-                token_ids=torch.tensor(segment.token_ids, dtype=torch.int64),
+                token_ids=torch.tensor(segment.token_ids, dtype=torch.int32),
                 action_mask=torch.tensor(segment.action_mask, dtype=torch.bool),
                 logprobs=torch.tensor(segment.logprobs, dtype=torch.float32),
                 weight_versions=torch.tensor(segment.weight_versions, dtype=torch.int32),
