@@ -300,8 +300,6 @@ def sampling_of(task: BatchTask) -> SamplingSettings:
     config, rollout = task.config, task.config.rollout
     return SamplingSettings(
         num_samples=rollout.best_of_n,
-        temperature=0.0 if rollout.is_greedy else rollout.temperature,
-        top_p=rollout.top_p,
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=eos_token_ids(
             task.model_path, task.tokenizer, trust_remote_code=config.trust_remote_code

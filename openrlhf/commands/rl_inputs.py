@@ -167,8 +167,6 @@ def sampling_of(config: GenerationRunConfig, tokenizer: Tokenizer) -> SamplingSe
     rollout, trust = config.rollout, config.trust_remote_code
     return SamplingSettings(
         num_samples=rollout.n_samples_per_prompt,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
         **rollout.token_choice,  # type: ignore[arg-type]
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=eos_token_ids(config.policy_path, tokenizer, trust_remote_code=trust),

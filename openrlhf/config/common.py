@@ -430,8 +430,9 @@ class TokenChoiceConfig(Base):
 
     @property
     def token_choice(self) -> dict[str, float]:
-        """Return these settings by name."""
-        return {name: getattr(self, name) for name in TokenChoiceConfig.model_fields}
+        """Return these settings by name, with temperature and top_p."""
+        names = (*TokenChoiceConfig.model_fields, "temperature", "top_p")
+        return {name: getattr(self, name) for name in names}
 
 
 class RewardModelsConfig(Base):

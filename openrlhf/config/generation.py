@@ -118,8 +118,8 @@ class GenerationConfig(StopConfig):
 
     @property
     def token_choice(self) -> dict[str, float]:
-        """Return no setting: the trainer's log-probs are those of all tokens."""
-        return {}
+        """Return which tokens are sampled: the trainer's log-probs are those of all tokens."""
+        return {"temperature": self.temperature, "top_p": self.top_p}
 
 
 class EngineConfig(Base):

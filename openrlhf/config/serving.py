@@ -52,6 +52,11 @@ class SamplingConfig(TokenChoiceConfig, StopConfig):
         """Return True if chance plays no part."""
         return self.greedy_sampling or self.temperature == 0
 
+    @property
+    def token_choice(self) -> dict[str, float]:
+        """Return the settings by name; a temperature of 0 is greedy."""
+        return super().token_choice | ({"temperature": 0.0} if self.is_greedy else {})
+
 
 class InferenceDataConfig(DatasetConfig):
     """`data.*` of batch_inference."""

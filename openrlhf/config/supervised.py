@@ -16,6 +16,7 @@ from openrlhf.config.common import (
     LoggerConfig,
     ModelConfig,
     OptimizerConfig,
+    StopConfig,
     TextDataConfig,
     TrainConfig,
     TrainingRunConfig,
@@ -338,7 +339,7 @@ class TeacherConfig(Base):
     offload: bool = switch("Keep its weights in CPU memory.", "teacher_offload")
 
 
-class KDLossConfig(Base):
+class KDLossConfig(StopConfig):
     """`kd.*`: what is learnt from the teacher, and on whose responses."""
 
     coef: float = option(0.4, "Weight of distillation; on-policy: 1.", "kd_coef", ge=0, le=1)
@@ -408,3 +409,5 @@ class KDConfig(SupervisedConfig):
             ("--pretrain_mode", "--kd_on_policy", is_plain and answers),
             (f"--kd_max_new_tokens {new}", f"--max_len {total}", answers and new >= total),
         )
+        if (self.kd.stop or self.kd.stop_token_ids) and not answers:
+            yield "--stop ends answers of the student: it has none. Type --kd_on_policy."

@@ -105,6 +105,16 @@ def first_logits(head: Head, num_logits: int) -> Head:
     return replace(head, weight_VH=head.weight_VH[:num_logits], bias_V=bias_V)
 
 
+def sampling_of(config: KDConfig, model_path: str, tokenizer: Tokenizer) -> SamplingSettings:
+    """Return the settings by which the student answers."""
+    ends = eos_token_ids(model_path, tokenizer, trust_remote_code=config.trust_remote_code)
+    return SamplingSettings(
+        temperature=config.kd.temperature,
+        max_new_tokens=config.kd.max_new_tokens,
+        stop_token_ids=ends,
+    ).stopping_at(config.kd.stop, config.kd.stop_token_ids)
+
+
 class KDTrainer(SFTTrainer):
     """The loss against a teacher on the responses of the data."""
 
@@ -118,15 +128,9 @@ class KDTrainer(SFTTrainer):
         self.is_on_policy = config.kd.on_policy_enable
         limits = [num_positions(hf_model_of(model).config) for model in (self.model, teacher)]
         self.max_len = min(filter(None, [config.data.max_len, *limits]))  # of own responses
-        self.generator = OwnGenerate(base_model_of(hf_model_of(self.model)))
-        stop_token_ids = eos_token_ids(
-            inputs.model_path, inputs.tokenizer, trust_remote_code=config.trust_remote_code
-        )
-        self.sampling = SamplingSettings(
-            temperature=config.kd.temperature,
-            max_new_tokens=config.kd.max_new_tokens,
-            stop_token_ids=stop_token_ids,
-        )
+        student = base_model_of(hf_model_of(self.model))
+        self.generator = OwnGenerate(student, tokenizer=inputs.tokenizer)
+        self.sampling = sampling_of(config, inputs.model_path, inputs.tokenizer)
 
     @classmethod
     def check(cls, config: KDConfig, tokenizer: Tokenizer) -> None:

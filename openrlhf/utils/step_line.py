@@ -185,12 +185,12 @@ def _signs_of_high_rate(metrics: Values, history: Sequence[Values], ratio: float
     if ratio > MAX_UPDATE_RATIO:
         return f"an update changes the weights by {ratio:.0%} of their size"
     start, last = history[:NUM_START_STEPS], history[-1] if history else {}
-    is_rl, kl = "group_reward_std" in metrics, metrics.get("kl")
+    is_rl, kl = "actor_lr" in metrics, metrics.get("kl")
     if is_rl and kl is not None and kl - last.get("kl", math.inf) > MAX_KL_JUMP:
         return f"the KL to the reference rose from {last['kl']:.2g} to {kl:.2g} in one step"
     # Rewards are equal that were not, and smaller: the responses have become alike.
     rewards = [past["reward"] for past in start if past.get("group_reward_std", 0) >= SAME_REWARD]
-    is_alike = is_rl and metrics["group_reward_std"] < SAME_REWARD and bool(rewards)
+    is_alike = metrics.get("group_reward_std", 1.0) < SAME_REWARD and bool(rewards)
     has_moved = ratio > LARGE_UPDATE_RATIO if kl is None else kl > LARGE_KL
     if is_alike and has_moved and metrics["reward"] < statistics.median(rewards):
         how = (

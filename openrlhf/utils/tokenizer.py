@@ -217,7 +217,9 @@ def unused_sampling(model_name_or_path: str, chosen: Mapping[str, float]) -> lis
     """
     if (given := generation_config_of(model_name_or_path)) is None:
         return []
-    neutral = {"top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    neutral = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    if chosen.get("temperature") == 0:  # greedy
+        neutral = {"repetition_penalty": 1}
     asked = {name: getattr(given, name) for name in neutral}
     unused = [n for n, v in asked.items() if v not in (None, chosen.get(n, neutral[n]))]
     if not unused:

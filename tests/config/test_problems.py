@@ -246,3 +246,8 @@ def test_a_flag_given_twice_with_other_values_is_said():
 def test_a_temperature_above_two_which_vllm_refuses_is_refused_by_every_command(config_class, flag):
     assert [problem for problem in problems(config_class, f"{flag} 3") if flag in problem]
     assert not [problem for problem in problems(config_class, f"{flag} 2") if flag in problem]
+
+
+def test_stops_of_a_student_that_does_not_answer_are_refused():
+    [line] = problems(KDConfig, NEEDS[KDConfig] + "--stop_token_ids 7")
+    assert line.endswith("Type --kd_on_policy.")

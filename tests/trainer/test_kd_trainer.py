@@ -15,7 +15,7 @@ from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer.kd_trainer import KDTrainer, Student, Teacher, as_head
+from openrlhf.trainer.kd_trainer import KDTrainer, Student, Teacher, as_head, sampling_of
 from openrlhf.utils.packing import PackedBatch, base_model_of
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import make_model
@@ -52,6 +52,15 @@ def test_a_student_samples_with_its_adapter(folder: Path) -> None:
     num_told = len(answer.token_ids)
     assert answer.token_ids == tuple(greedy[0, 3 : 3 + num_told].tolist())
     assert without.tolist() != greedy.tolist()
+
+
+def test_a_student_stops_where_it_is_told(folder: Path) -> None:
+    model = str(folder / "model")
+    line = f"--pretrain {model} --teacher_model {model} --dataset d --kd_on_policy --stop ab"
+    config = parse_config(KDConfig, f"{line} --stop_token_ids 9".split()).config
+    tokenizer = load_tokenizer(model)
+    sampling = sampling_of(config, model, tokenizer)
+    assert sampling.stop == ("ab",) and sampling.stop_token_ids == (tokenizer.eos_token_id, 9)
 
 
 def refusal(folder: Path, words: str) -> str:

@@ -99,6 +99,14 @@ def test_a_learning_rate_that_is_far_too_high_is_named_instead_of_the_temperatur
     assert line.endswith("Try a tenth of --learning_rate.")
 
 
+def test_a_run_with_one_sample_a_prompt_is_rl_too():
+    alone = {name: value for name, value in rl().items() if name != "group_reward_std"}
+    [line] = step_line.hints(alone | {"kl": 8.0}, [alone])
+    assert "the KL to the reference rose from 0.01 to 8 in one step" in line
+    # A policy's loss is about 0, whatever happens.
+    assert step_line.hints(alone | {"policy_loss": 4e-3}, [alone | {"policy_loss": 1e-3}]) == []
+
+
 def test_equal_rewards_of_a_policy_that_has_not_moved_are_no_matter_of_the_rate():
     for equal in (
         rl(group_reward_std=0.0, reward=0.1),  # a small KL
