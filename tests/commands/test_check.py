@@ -92,12 +92,24 @@ def test_a_check_says_what_would_be_trained_and_touches_nothing(
         "evaluation  1 prompts x 4 samples",
         "asked.jsonl: row 1: 4 tokens\n7+7=\n",
         "the model has a chat template, and these texts are not put into it",
+        "arguments of reward for sample row1/0",
         "reward of prompts.jsonl: row 1, label '2'\n  response '2': 1\n  response '4': 0\n",
         "reward of prompts.jsonl: row 2, label '4'\n  response '4': 1\n  response '2': 0\n",
     ):
         assert words in out
     assert out.endswith("no problem was found\n")
     assert sorted(Path().iterdir()) == before
+
+
+def test_a_forgotten_label_key_is_said_where_the_reward_reads_labels(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ppo()
+    place = words.index("--label_key")
+    del words[place : place + 2]
+    assert exit_code(check.main, words) == 0
+    said = capsys.readouterr().err
+    assert "every label is empty. Name their column with --label_key: answer." in said
 
 
 def test_problems_of_all_stages_are_one_list(capsys: pytest.CaptureFixture[str]) -> None:
