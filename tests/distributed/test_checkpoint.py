@@ -246,7 +246,7 @@ def test_any_error_behind_a_save_is_a_failed_save(
     checkpoints.save(Run(2, write))
     assert checkpoints.ended() is None
     said = " ".join(capsys.readouterr().err.split())
-    what = f"[Errno 28] {error.args[1]}" if len(error.args) == 2 else "KeyError: 'exp_avg'"
+    what = f"[Errno 28] {error.args[1]}" if len(error.args) == 2 else "KeyError('exp_avg')"
     assert said == (
         f"warning: checkpoint of step 2 was not saved: {what} The last one is "
         f"{tmp_path}/global_step1. It is failure 1 of 3 in a row."

@@ -67,7 +67,7 @@ def test_states_kept_for_a_replay_take_nothing_from_a_checkpoint_under_way(
         raise KeyError("exp_avg")
 
     actor.taken = [fail]
-    assert actor.write_taken() == "KeyError: 'exp_avg'"  # whatever it is, the controller hears it
+    assert actor.write_taken() == "KeyError('exp_avg')"  # whatever it is, the controller hears it
 
 
 def ragged_experience(count: int = 64, *, with_ref: bool = False) -> Experience:
