@@ -44,7 +44,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.distributed import folders
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.distributed.export import check_room
-from openrlhf.distributed.folders import free_bytes
+from openrlhf.distributed.folders import free_bytes, free_memory, has_room
 from openrlhf.distributed.strategy import DeepSpeedStrategy, effective_stage, training_config
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.vllm_cpu import cache_bytes
@@ -450,8 +450,13 @@ class Plan:
             free = free_bytes(Path(ckpt.path))
             need = (ckpt.max_num + 1) * each  # a new one is written before the oldest goes
             told = f"{ckpt.max_num} of {in_words(each)} in {ckpt.path}; {in_words(free)} are free"
-            lines["checkpoints"] = f"{told}; each is copied to host memory first"
-            if need > free:
+            lines["checkpoints"] = told
+            if not ckpt.disable_ds:
+                sleeps = self.has_gpus and config.ds.enable_sleep
+                what = "the copy of a checkpoint" + " and states that sleep" * sleeps
+                host = f"{in_words(states * (1 + sleeps))} for {what}, over all nodes"
+                lines["host memory"] = f"{host}; {in_words(free_memory())} are free here"
+            if not has_room(Path(ckpt.path), need):
                 told = f"--ckpt_path {ckpt.path}: {ckpt.max_num + 1} checkpoints take "
                 told += f"{in_words(need)}, and {in_words(free)} are free. Type a smaller "
                 warn(f"{told}--max_ckpt_num, or make room")

@@ -28,7 +28,6 @@ from openrlhf.errors import CheckpointError, EngineError, LostRankError, first_l
 from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Quiet
 from openrlhf.utils.rendezvous import open_store
-from openrlhf.utils.user_code import in_words
 
 Thing = TypeVar("Thing")
 Gather = Callable[[list[str]], list[list[str]]]
@@ -210,9 +209,9 @@ def broadcast_object(thing: Thing) -> Thing:
 
 
 def problem_of(error: BaseException) -> str:
-    """Return an error as all are told of it; one that is not of files with its type."""
+    """Return an error as all are told of it."""
     is_of_files = isinstance(error, (OSError, RuntimeError, CheckpointError)) and str(error)
-    return str(error) if is_of_files else in_words(error)
+    return str(error) if is_of_files else repr(error)
 
 
 def together(work: Callable[[], Thing], gather: Gather = all_gather_object) -> Thing:

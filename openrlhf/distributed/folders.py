@@ -133,15 +133,23 @@ def save_tensors(content: Mapping[str, Any], path: Path) -> None:
 
 
 def take_tensors(
-    content: Mapping[str, Any], path: Path, *, num_sharing: int = 1, is_first: bool = True
+    content: Mapping[str, Any],
+    path: Path,
+    *,
+    num_sharing: int = 1,
+    is_first: bool = True,
+    free: int | None = None,
 ) -> Write:
     """Copy tensors to host memory; return the function that writes the copy as a file, as
     `save_tensors` does. Where memory, which `num_sharing` ranks share, has no room for their copies
-    the tensors themselves are written at once, as the first of these ranks says.
+    the tensors themselves are written at once, as the first of these ranks says. `free`: the memory
+    before the copies of other models, which count too.
     """
     tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
-    num_bytes = num_sharing * sum(tensor.nbytes for tensor in tensors)
-    if num_bytes > ROOM * (free := free_memory()):
+    left = free_memory()
+    free = max(left, free or 0)
+    num_bytes = num_sharing * sum(tensor.nbytes for tensor in tensors) + free - left
+    if num_bytes > ROOM * free:
         if is_first:
             warn(
                 f"the step waits while {path} is written: copies take {num_bytes / GB:.2f} GB, "

@@ -190,9 +190,11 @@ class RunState:
         the copies, and writes finished samples that wait for later steps.
         """
         groups, finished, queue = list(self.groups.values()), self.finished, self.sampler
+        free: dict[str, int] = {}  # host memory of the nodes before the copies of all models
         for group in groups:
             with self.phases.update(group):  # states that were moved away come back
-                group.call(TrainedWorker.take_states, str(folder))
+                for found in group.call(TrainedWorker.take_states, str(folder), free):
+                    free |= found
 
         def write() -> None:
             found = [group.call_aside(TrainedWorker.write_taken) for group in groups]

@@ -88,6 +88,7 @@ def test_a_check_says_what_would_be_trained_and_touches_nothing(
         "this machine",
         "are free",
         "checkpoints  3 of ",
+        " for the copy of a checkpoint, over all nodes; ",
         "prompts.jsonl: row 1: 4 tokens\n1+1=\n",
         "evaluation  1 prompts x 4 samples",
         "asked.jsonl: row 1: 4 tokens\n7+7=\n",

@@ -246,7 +246,7 @@ def test_any_error_behind_a_save_is_a_failed_save(
     checkpoints.save(Run(2, write))
     assert checkpoints.ended() is None
     said = " ".join(capsys.readouterr().err.split())
-    what = f"[Errno 28] {error.args[1]}" if len(error.args) == 2 else "KeyError: 'exp_avg'"
+    what = f"[Errno 28] {error.args[1]}" if len(error.args) == 2 else "KeyError('exp_avg')"
     assert said == (
         f"warning: checkpoint of step 2 was not saved: {what} The last one is "
         f"{tmp_path}/global_step1. It is failure 1 of 3 in a row."
@@ -414,6 +414,19 @@ def test_states_are_written_at_once_where_a_copy_has_no_room(
     assert line.startswith(f"warning: the step waits while {tmp_path}/file.pt is written: copies ")
     folders.take_tensors({"weights": weights}, tmp_path / "file.pt", num_sharing=2, is_first=False)
     assert capsys.readouterr().err == ""
+
+
+def test_copies_of_several_models_on_a_node_count_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"weights": torch.zeros(1000)}
+
+    def is_copied(left: int) -> bool:
+        monkeypatch.setattr(folders, "free_memory", lambda: left)
+        return folders.take_tensors(weights, tmp_path / "f.pt", free=16_000) is not folders.nothing
+
+    assert is_copied(left=12_000)  # a copy of 4,000 bytes is there already
+    assert not is_copied(left=11_999)
 
 
 UNLIMITED = 9223372036854771712

@@ -64,6 +64,7 @@ class LosingActor(FakeActor):
         if method is TrainedWorker.take_states:
             self.lose(self.lost_in_saves)
             self.taken = Path(args[0], "actor"), str(self.world.policy_version)
+            return [{}]
         elif method is TrainedWorker.num_state_bytes:
             return [1000]
         elif method is TrainedWorker.save_states:  # for a replay

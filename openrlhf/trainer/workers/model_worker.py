@@ -10,6 +10,7 @@ all of them, so that none waits for another.
 import json
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -26,7 +27,7 @@ from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
 from openrlhf.distributed.collectives import all_gather_object, problem_of, together, world_size
 from openrlhf.distributed.export import export_hf
-from openrlhf.distributed.folders import Write, nothing, write_json
+from openrlhf.distributed.folders import Write, free_memory, nothing, write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.errors import CheckpointError, NumericsError
@@ -308,23 +309,28 @@ class TrainedWorker(ModelWorker):
 
     def save_states(self, folder: str, has_optimizer: bool = True) -> None:
         """Take states and write them; all ranks call, all or none raise CheckpointError."""
-        writes = self._copies(folder, has_optimizer)
+        writes = self._copies(folder, has_optimizer=has_optimizer)
         together(lambda: [write() for write in writes])
 
-    def take_states(self, folder: str, has_optimizer: bool = True) -> None:
-        """Copy weights, optimizer (unless it is left out), schedule and random numbers, which
-        `write_taken` writes into a checkpoint's folder; all ranks call, all or none raise
-        CheckpointError.
+    def take_states(self, folder: str, free: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Copy weights, optimizer, schedule and random numbers, which `write_taken` writes into a
+        checkpoint's folder; all ranks call, all or none raise CheckpointError. `free`: the host
+        memory by node before other models were copied; return it with that of this node.
         """
         self.taken = None  # one copy at a time
-        self.taken = self._copies(folder, has_optimizer)
+        node = socket.gethostname()
+        free = {node: free_memory(), **(free or {})}
+        self.taken = self._copies(folder, has_optimizer=True, free=free[node])
+        return free
 
-    def _copies(self, folder: str, has_optimizer: bool) -> Sequence[Write]:
+    def _copies(
+        self, folder: str, *, has_optimizer: bool, free: int | None = None
+    ) -> Sequence[Write]:
         """Copy the states; return the functions that write them."""
         # A run that is stopped is saved without --save_steps too, and was not checked at its start.
         together(lambda: self.check_sees(folder))
         own = Path(folder) / self.role
-        take = partial(self.engine.take_states, own, has_optimizer=has_optimizer)
+        take = partial(self.engine.take_states, own, has_optimizer=has_optimizer, free=free)
         return together(lambda: [take(), self.take_own(Path(folder))])
 
     def write_taken(self) -> str:
