@@ -16,7 +16,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed import folders
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
-from openrlhf.errors import DataError, EngineError, LostRankError
+from openrlhf.errors import CheckpointError, DataError, EngineError, LostRankError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import start_forward
@@ -257,6 +257,18 @@ def test_a_rank_that_is_lost_in_the_last_export_does_not_end_the_run(
     fit_and_export(trainer, export, 60.0)
     assert done == exported and actor.num_starts == 1
     assert [step["step"] for step in steps_of(trainer)] == list(range(1, end + 1))
+
+
+def test_saves_that_fail_up_to_the_last_step_do_not_cost_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, actor = losing_trainer(World(), tmp_path, save_steps=1)
+    monkeypatch.setattr(folders, "free_bytes", lambda path: 0)
+    trainer.callbacks = [EndsAt(3)]
+    exported: list[int] = []
+    with pytest.raises(CheckpointError, match="3 in a row: stopping. The model was written to"):
+        fit_and_export(trainer, lambda: exported.append(actor.world.policy_version), 60.0)
+    assert exported == [3]
 
 
 def test_a_rank_that_is_lost_while_the_first_models_load_is_started_again() -> None:
