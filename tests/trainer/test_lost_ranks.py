@@ -266,7 +266,7 @@ def test_saves_that_fail_up_to_the_last_step_do_not_cost_the_model(
     monkeypatch.setattr(folders, "free_bytes", lambda path: 0)
     trainer.callbacks = [EndsAt(3)]
     exported: list[int] = []
-    with pytest.raises(CheckpointError, match="3 in a row: stopping. The model was written to"):
+    with pytest.raises(CheckpointError, match=r"in a row: stopping\. The model was written"):
         fit_and_export(trainer, lambda: exported.append(actor.world.policy_version), 60.0)
     assert exported == [3]
 
