@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -84,13 +85,16 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of work on the loop, for another thread that waits; where that thread
-        is interrupted, the work is cancelled.
+        is interrupted, the work is cancelled, and does no more when this raises.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
         finally:
-            future.cancel()
+            if future.cancel() and self.is_running:
+                seen = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop)
+                with suppress(TimeoutError):
+                    seen.result(CLOSE_S)
 
     async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Return the result of a function that holds this thread meanwhile; for any other loop."""

@@ -1,12 +1,15 @@
 """Threads leave cores to others: OpenMP's own are given back, one that writes has low priority."""
 
+import asyncio
 import os
+import signal
 import threading
 import time
 
+import pytest
 import torch
 
-from openrlhf.utils.threads import NICE, release_cores, yield_cores
+from openrlhf.utils.threads import NICE, LoopThread, release_cores, yield_cores
 
 
 def test_a_thread_that_has_computed_gives_its_cores_back() -> None:
@@ -46,3 +49,31 @@ def test_a_thread_that_leaves_cores_to_others_does_so_alone() -> None:
 
 def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_work_does_no_more_once_the_thread_that_waited_for_it_was_interrupted(
+    has_begun: bool,
+) -> None:
+    loop, done = LoopThread("test"), list[str]()
+
+    def hold() -> None:
+        time.sleep(0.3)  # the other thread waits by now
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.3)
+
+    async def work() -> None:
+        if has_begun:
+            hold()
+        done.append("a prompt was drawn")
+        await asyncio.sleep(60)
+        done.append("and another")
+
+    if not has_begun:
+        loop.loop.call_soon_threadsafe(hold)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(work())
+    seen = [*done]
+    time.sleep(1)
+    assert done == seen
+    loop.close()
