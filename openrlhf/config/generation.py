@@ -118,7 +118,7 @@ class GenerationConfig(StopConfig):
 
     @property
     def token_choice(self) -> dict[str, float]:
-        """Return which tokens are sampled: the trainer's log-probs are those of all tokens."""
+        """Return temperature and top_p; the trainer's log-probs are those of all tokens."""
         return {"temperature": self.temperature, "top_p": self.top_p}
 
 
