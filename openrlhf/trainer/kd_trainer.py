@@ -30,7 +30,7 @@ from openrlhf.trainer.base_trainer import Inputs, add_means, check_same_tokens, 
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.packing import PackedBatch, base_model_of
-from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
+from openrlhf.utils.tokenizer import Tokenizer, check_stop_ids, eos_token_ids
 
 
 def distill(
@@ -139,6 +139,7 @@ class KDTrainer(SFTTrainer):
         """
         remote = config.trust_remote_code
         check_same_tokens(tokenizer, teacher_path(config), "--teacher_model", remote_code=remote)
+        check_stop_ids(config.kd.stop_token_ids, len(tokenizer))
         if config.kd.on_policy_enable and config.ds.zero_stage == 3:
             raise ConfigError(
                 "--kd_on_policy samples from whole weights: --zero_stage 3. Type --zero_stage 2."

@@ -119,7 +119,8 @@ def checked_arrays(
         raise EngineError(
             f"sample {sample_id}: {len(token_ids)} tokens and {len(logprobs)} log-probs"
         )
-    ids, numbers = np.array(token_ids, np.int64), np.array(logprobs, np.float32)  # None is NaN
+    # Ids of any size; None is NaN
+    ids, numbers = np.array(token_ids), np.array(logprobs, np.float32)
     is_right = np.isfinite(numbers) & (numbers <= MAX_LOGPROB) & (ids >= 0) & (ids < vocab_size)
     if not is_right.all():
         position = int(is_right.argmin())

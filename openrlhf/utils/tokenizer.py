@@ -213,19 +213,22 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def unused_sampling(model_name_or_path: str, chosen: Mapping[str, float]) -> list[str]:
     """Return the line that names settings of a model's generation config which are not used;
-    `chosen` are those that the command has flags for.
+    `chosen` are those of the command.
     """
     if (given := generation_config_of(model_name_or_path)) is None:
         return []
     neutral = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
     if chosen.get("temperature") == 0:  # greedy
         neutral = {"repetition_penalty": 1}
+    elif given.do_sample is False:  # the model's own settings are greedy: they mean nothing
+        del neutral["temperature"], neutral["top_p"]
     asked = {name: getattr(given, name) for name in neutral}
     unused = [n for n, v in asked.items() if v not in (None, chosen.get(n, neutral[n]))]
     if not unused:
         return []
     told = ", ".join(f"{name} {asked[name]:g}" for name in unused)
-    flags = " ".join(f"--{name} {asked[name]:g}" for name in unused if name in chosen)
+    may_follow = "top_k" in chosen  # training learns from the whole distribution
+    flags = " ".join(f"--{name} {asked[name]:g}" for name in unused if may_follow)
     remedy = f". Type {flags} to use them" if flags else ""
     return [f"not used: {told} of the generation config of {model_name_or_path}{remedy}"]
 

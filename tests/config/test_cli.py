@@ -21,6 +21,7 @@ from openrlhf.config.help import help_text
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
+from openrlhf.utils import threads
 from tests.helpers.configs import CONFIGS
 from tests.helpers.processes import OF_CALLER
 
@@ -137,6 +138,18 @@ def test_the_wrong_use_of_a_key_flag_does_not_print_the_key():
     done = run("-m", "openrlhf.cli.train_sft", *NEEDS, "--use_wandb", "canary-5", "stray")
     assert done.returncode == 2
     assert "canary" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}])
+def test_idle_threads_sleep_unless_the_user_says_how_they_wait(own, monkeypatch):
+    for name in threads.IDLE_THREADS:
+        monkeypatch.delenv(name)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    seen = {}
+    command(lambda config: seen.update(os.environ))(NEEDS)
+    found = {name: seen[name] for name in threads.IDLE_THREADS if name in seen}
+    assert found == (own or threads.IDLE_THREADS)
 
 
 @pytest.mark.parametrize(("rank", "num_lines"), [("0", 1), ("1", 0)])

@@ -102,3 +102,8 @@ def test_a_teacher_with_other_tokens_is_refused(folder: Path, tmp_path: Path) ->
 def test_sampling_from_split_weights_is_refused(folder: Path) -> None:
     line = refusal(folder, f"--teacher_model {folder}/teacher --kd_on_policy --zero_stage 3")
     assert "--zero_stage 2" in line
+
+
+def test_stop_ids_that_no_token_has_are_refused(folder: Path) -> None:
+    words = f"--teacher_model {folder}/model --kd_on_policy --stop_token_ids 999999"
+    assert "--stop_token_ids 999999" in refusal(folder, words)

@@ -148,14 +148,16 @@ def test_sampling_of_a_generation_config_that_is_not_used_is_said(tiny_model_dir
     where = f"of the generation config of {tmp_path}"
     told = f"not used: temperature 0.7, top_p 0.8, top_k 20, repetition_penalty 1.05 {where}"
     training = {"temperature": 1.0, "top_p": 1.0}
+    assert unused_sampling(str(tmp_path), training) == [told]
     remedy = ". Type --temperature 0.7 --top_p 0.8"
-    assert unused_sampling(str(tmp_path), training) == [f"{told}{remedy} to use them"]
     flags = {**training, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     remedy += " --top_k 20 --repetition_penalty 1.05 to use them"
     assert unused_sampling(str(tmp_path), flags) == [told + remedy]
     assert unused_sampling(str(tmp_path), flags | settings) == []
     [greedy] = unused_sampling(str(tmp_path), flags | {"temperature": 0.0})
     assert greedy.startswith("not used: repetition_penalty 1.05 of")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": false}')
+    assert unused_sampling(str(tmp_path), training) == []
 
 
 def test_stop_ids_outside_of_the_vocabulary_are_refused():
