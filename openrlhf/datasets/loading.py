@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 from warnings import catch_warnings
@@ -132,10 +133,14 @@ def _one_for_each(values: str | None, names: Sequence[str], flag: str) -> Sequen
 
 
 def _capped(parts: Parts, max_samples: int | None) -> Parts:
-    left, capped = sum(len(rows) for _, rows in parts) if max_samples is None else max_samples, []
+    """Return the first rows of the parts: so many besides damaged ones."""
+    if max_samples is None:
+        return parts
+    left, capped = max_samples, []
     for name, rows in parts:
-        capped.append((name, rows.select(range(min(len(rows), left)))))
-        left -= len(capped[-1][1])
+        good = [*islice((i for i in range(len(rows)) if not damage_of(rows, i)), left)]
+        left -= len(good)
+        capped.append((name, rows if left else rows.select(range(max(good, default=-1) + 1))))
     return capped
 
 
@@ -149,9 +154,10 @@ def _blend(
     """Return all rows of the data sets, or rows drawn from them until one is used up; raise
     DataError if their columns differ in type.
     """
-    found = _with_exact_columns(found)
     parts = [part for each in found for part in each]
     try:
+        found = _with_exact_columns(found)
+        parts = [part for each in found for part in each]
         if weights is None:
             rows = datasets.concatenate_datasets([rows for _, rows in parts])
         else:
@@ -162,18 +168,25 @@ def _blend(
             f"{', '.join(name for name, _ in parts)} do not fit together: {first_line(error)} "
             "Give their common columns the same types; columns of a csv file are text."
         ) from error
-    rows = rows.select(range(min(len(rows), max_samples or len(rows))))
     named = [
         (short, *part) for each, short in zip(found, short_names, strict=True) for part in each
     ]
     _describe(rows, *((file, len(p), short, _damaged(p)) for short, file, p in named))
-    return rows
+    return _capped([("", rows)], max_samples)[0][1]
 
 
 def _with_exact_columns(found: list[Parts]) -> list[Parts]:
-    """Return the data sets with each column exact in all of them that is so in one."""
+    """Return the data sets with each column exact in all of them that is so in one; raise TypeError
+    if its types differ.
+    """
     kind, tables = ExactJson(), [rows for parts in found for _, rows in parts]
     exact = {n for rows in tables for n, f in rows.features.items() if isinstance(f, ExactJson)}
+
+    for name in exact:
+        columns = [rows[name] for rows in tables if name in rows.column_names]
+        first = [next((value for value in c if value is not None), None) for c in columns]
+        if len(kinds := {_kind(value) for value in first if value is not None}) > 1:
+            raise TypeError(f"column '{name}' mixes types: {' and '.join(sorted(kinds))}.")
 
     def aligned(rows: Dataset) -> Dataset:
         for name in exact & set(rows.column_names):
@@ -336,7 +349,7 @@ def read_file(path: Path) -> Dataset:
         before = path.stat()
         rows = _load_file(path)
         after = path.stat()
-    except (*_DAMAGED, OSError, EOFError, zlib.error, csv.Error) as error:
+    except (*_DAMAGED, OSError, EOFError, zlib.error) as error:
         reason = error.__cause__ or error
         raise _cache_trouble(reason, path) or _file_trouble(path, reason) from error
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -368,7 +381,7 @@ def _file_trouble(path: Path, error: BaseException) -> DataError:
         return DataError(f"{told} Allow yourself to read it.")
     if isinstance(error, pa.ArrowInvalid):
         return DataError(f"{path} is damaged: {first_line(error).rstrip('.')}. Write it again.")
-    if isinstance(error, (OSError, EOFError, zlib.error, csv.Error)):
+    if isinstance(error, (OSError, EOFError, zlib.error)):
         return DataError(f"{told} Write it again.")
     return DataError(f"{told} Write its columns with text, numbers, lists or objects.")
 
@@ -418,6 +431,7 @@ class Record(NamedTuple):
     raw: object  # its bytes; an item of a JSON array itself
     row: Any = None
     problem: str = ""
+    is_mixed: bool = False  # of a type other than that of its column: which is right is not known
 
     @property
     def text(self) -> str:
@@ -429,13 +443,14 @@ class Record(NamedTuple):
 
 def _load_records(path: Path) -> Dataset:
     """Return the rows of a JSON or CSV file: as the library reads them, or else exactly, with an
-    empty one for a damaged record. Raise DataError where all are damaged.
+    empty one for a damaged record. Raise DataError where all are damaged, or types mixed.
     """
-    columns, damaged, num_rows = dict[str, bool](), dict[str, Damage](), 0
+    columns, damaged, num_rows, is_mixed = dict[str, bool](), dict[str, Damage](), 0, False
     for num_rows, record in enumerate(_records(path, columns), start=1):
         if record.problem:
             damaged[str(num_rows)] = (record.place, record.problem, record.text)
-    if len(damaged) == num_rows:
+            is_mixed |= record.is_mixed
+    if is_mixed or len(damaged) == num_rows:
         _refuse_damaged(path, damaged, REPAIR)
         return Dataset.from_dict({})
     is_csv, rows = path.suffix == ".csv", None
@@ -475,16 +490,17 @@ def _json_records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
     kinds: dict[str, str] = {}
     numbers: dict[tuple[str, ...], type] = {}
     for record in _json_values(path):
-        problem = record.problem or _problem_of(record.row, kinds)
-        for name, value in record.row.items() if not problem else ():
+        if not record.problem and not isinstance(record.row, dict):
+            record = record._replace(problem=f"{type(record.row).__name__} instead of an object")
+        if not record.problem and (mixture := _mixture_of(record.row, kinds)):
+            record = record._replace(problem=mixture, is_mixed=True)
+        for name, value in record.row.items() if not record.problem else ():
             columns[name] = columns.get(name, True) and _fits_column(value, (name,), numbers)
-        yield record._replace(problem=problem)
+        yield record
 
 
-def _problem_of(row: object, kinds: dict[str, str]) -> str:
+def _mixture_of(row: dict[str, Any], kinds: dict[str, str]) -> str:
     """Return the problem with the types in a row, or else note them in `kinds` by column."""
-    if not isinstance(row, dict):
-        return f"{type(row).__name__} instead of an object"
     found = {name: _kind(value) for name, value in row.items() if value is not None}
     for name, kind in found.items():
         if kinds.get(name, kind) != kind:
@@ -608,16 +624,16 @@ def _csv_records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
         yield ""
 
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.reader(taking(file))
-        for cells in reader:
+        reader = csv.reader(taking(file), strict=True)
+        for cells, fault in _csv_cells(reader):
             place, lines = f"{path}:{reader.line_num - len(taken) + 1}", [*taken]
             taken.clear()
-            if not cells:
+            if not cells and not fault:
                 continue
             raw = "".join(lines).encode(errors="surrogateescape")
-            problem = _csv_problem(lines, raw, cells, columns)
+            problem = _csv_problem(lines, raw, cells, columns, fault)
             # Whether the other lines are rows cannot be told; nor without names.
-            if problem and (not columns or (len(lines) > 2 and not lines[-1])):
+            if problem and (not columns or (fault and len([*filter(None, lines)]) > 1)):
                 raise_bad_rows(str(path), [f"{place}: {problem}"], REPAIR)
             if columns:
                 row = dict(zip(columns, (cell or None for cell in cells), strict=False))
@@ -626,8 +642,21 @@ def _csv_records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
                 columns |= _csv_columns(path, cells)
 
 
+def _csv_cells(reader: Any) -> Iterator[tuple[list[str], str]]:
+    """Yield the cells of each record, and what is wrong with its quotes."""
+    while True:
+        try:
+            found = next(reader), ""
+        except StopIteration:
+            return
+        except csv.Error as error:
+            remedy = "Close each quote, and double those within a quoted cell"
+            found = [], f"line {reader.line_num}: {first_line(error)}. {remedy}"
+        yield found
+
+
 def _csv_problem(
-    lines: list[str], raw: bytes, cells: list[str], columns: Mapping[str, bool]
+    lines: list[str], raw: bytes, cells: list[str], columns: Mapping[str, bool], fault: str
 ) -> str:
     """Return the problem with a record of a CSV file, or nothing."""
     try:
@@ -636,8 +665,8 @@ def _csv_problem(
         return first_line(error)
     if not lines[-1]:
         return "a quote is not closed"
-    if not columns or len(cells) == len(columns):
-        return ""
+    if fault or not columns or len(cells) == len(columns):
+        return fault
     remedy = "Quote one with a comma in it"
     if len(cells) < len(columns):
         remedy = "Add those that are missing"

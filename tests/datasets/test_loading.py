@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from datetime import datetime
 from pathlib import Path
 
 import datasets
@@ -18,6 +19,7 @@ from tests.tiny import make_tokenizer, write_jsonl
 ROWS = [{"input": "a", "label": 1}, {"input": "b", "label": 2}]
 
 
+DAMAGED = ["damaged records"]
 LINES = b'{"input": "a", "label": 1}\n{"input": "b", "label": 2}\n'
 
 
@@ -167,8 +169,10 @@ def test_a_damaged_record_is_named_by_file_and_line(tmp_path, bad, message):
 def test_mixed_types_in_a_column_are_refused(tmp_path):
     labels = [1, None, 2.5, 3, 4, "x", 5, "y", 6]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"label": label} for label in labels])
-    with pytest.raises(DataError, match=r"rows.jsonl:6: column 'label' mixes types"):
-        load_rows(str(path))
+    for allowed in ((), DAMAGED):  # which type is the right one, the first row does not say
+        with pytest.raises(DataError, match=r"rows.jsonl:6: column 'label' mixes types") as caught:
+            load_rows(str(path), allowed=allowed)
+        assert "skip" not in str(caught.value)
     one = write_jsonl(tmp_path / "one.jsonl", [{"label": 1}])
     two = write_jsonl(tmp_path / "two.jsonl", [{"label": "x"}])
     with pytest.raises(DataError, match=r"do not fit together"):
@@ -208,12 +212,23 @@ def test_damaged_binary_files_are_named(tmp_path):
 
 def test_cells_of_a_csv_are_text_as_it_stands(tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text('day,text,n\n2020-01-02,"two\nlines",1\nNA,"",2.50\n007,true,\n')
+    path.write_text(
+        'day,text,n\n2020-01-02,"two\nlines",1\nNA,"",2.50\n007,true,\na "b" c,"say ""hi""",1"\n'
+    )
     assert load_rows(str(path)).to_list() == [
         {"day": "2020-01-02", "text": "two\nlines", "n": "1"},
         {"day": "NA", "text": None, "n": "2.50"},
         {"day": "007", "text": "true", "n": None},
+        {"day": 'a "b" c', "text": 'say "hi"', "n": '1"'},
     ]
+
+
+def test_a_cell_that_is_too_long_is_named_by_the_line_where_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr("openrlhf.datasets.loading.MAX_LINE_MIB", 1)
+    path = tmp_path / "rows.csv"
+    path.write_text('a,b\n1,2\n3,"' + f"{'x' * 2**19}\n" * 3 + '"\n4,5\n')
+    with pytest.raises(DataError, match=r"csv:3: line 4: field larger than field limit"):
+        load_rows(str(path))
 
 
 @pytest.mark.parametrize(
@@ -222,9 +237,10 @@ def test_cells_of_a_csv_are_text_as_it_stands(tmp_path):
         (b"a,b\n1,2\n3\n", r"csv:3: 1 cells, and the first line names 2 columns. Add"),
         (b"a,b\nHi, you,x\nBye, you,y\n", r"csv:2: 3 cells"),
         (b"a,b\nBye,ciao,\n\nHi,x,\n", r"csv:4: 3 cells"),
-        (b'a,b\n"x\ny",1\n"say \\"hi\\", ok",x\n', r"csv:4: 3 cells"),
+        (b'a,b\n"x\ny",1\n"say \\"hi\\", ok",x\n', r"csv:4: line 4: ',' expected after '\"'\. Cl"),
         (b'a,b\n1,2\n3,"cut in the mid', r"csv:3: a quote is not closed"),
         (b'a,b\n1,"x\n2,y\n', r"csv:2: a quote is not closed"),
+        (b'a,b\n1,"x\n2,y\n3,"z"\n4,w\n', r"csv:2: line 4: ',' expected after '\"'\. Close each"),
         (b"a,b\n1,\xff\n", r"csv:2: .*can't decode byte 0xff"),
         (b"a\n1\n\0\0\0\0", r"csv:3: zero bytes"),
         (b"a,b,\n1,2,\n", r"csv has a column without a name: a, b, \. Name it"),
@@ -239,21 +255,17 @@ def test_a_damaged_csv_is_named_by_line(tmp_path, content, message):
         load_rows(str(path))
 
 
-DAMAGED = ["damaged records"]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "bad"),
     [
         (
             "rows.jsonl",
-            b'{"a": "x"}\n\n{"a": "cut in\n[1]\n{"a": NaN}\n{"a": "\xff"}\n{"a": 1}\n{"a": "y"}',
+            b'{"a": "x"}\n\n{"a": "cut in\n[1]\n{"a": NaN}\n{"a": "\xff"}\n{"a": "y"}',
             {
                 2: ("rows.jsonl:3", "not JSON: Invalid control", '{"a": "cut in'),
                 3: ("rows.jsonl:4", "list instead of an object", "[1]"),
                 4: ("rows.jsonl:5", "not JSON: NaN is not a number", '{"a": NaN}'),
                 5: ("rows.jsonl:6", "not JSON: 'utf-8' codec", '{"a": "\\xff"}'),
-                6: ("rows.jsonl:7", "column 'a' mixes types: number after str", '{"a": 1}'),
             },
         ),
         (
@@ -266,11 +278,12 @@ DAMAGED = ["damaged records"]
         ),
         (
             "rows.csv",
-            b'a,b\nx,1\n\n"two\nlines",1,2\n\xff,1\ny,1\n3,"cut in',
+            b'a,b\nx,1\n\n"two\nlines",1,2\n\xff,1\n"p"q,1\ny,1\n3,"cut in',
             {
                 2: ("rows.csv:4", "3 cells, and the first line", '"two\nlines",1,2'),
                 3: ("rows.csv:6", "'utf-8' codec can't", "\\xff,1"),
-                5: ("rows.csv:8", "a quote is not closed", '3,"cut in'),
+                4: ("rows.csv:7", "line 7: ',' expected after", '"p"q,1'),
+                6: ("rows.csv:9", "a quote is not closed", '3,"cut in'),
             },
         ),
     ],
@@ -292,6 +305,29 @@ def test_damaged_records_that_are_allowed_are_empty_rows_whose_damage_is_known(
         load_rows(f"{good},{tmp_path / name}")
 
 
+@pytest.mark.parametrize("torn", ["", '{"a": \n'])
+@pytest.mark.parametrize("other", ["text", b"bytes", datetime(2020, 1, 2), True])
+def test_columns_of_two_types_do_not_fit_together_whether_a_record_is_damaged_or_not(
+    tmp_path: Path, torn: str, other: object
+) -> None:
+    datasets.Dataset.from_list([{"a": other}]).to_parquet(tmp_path / "other.parquet")
+    (tmp_path / "rows.jsonl").write_text(f'{{"a": 1}}\n{torn}{{"a": 2}}\n')
+    with pytest.raises(DataError, match=r"do not fit together"):
+        load_rows(f"{tmp_path}/rows.jsonl,{tmp_path}/other.parquet", allowed=DAMAGED)
+
+
+def test_a_limit_of_rows_does_not_count_damaged_records(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_text("{\n" * 5 + '{"a": "x"}\n' * 2 + "{\n" + '{"a": "y"}\n' * 5)
+    two.write_text('{"a": "z"}\n{\n')
+    for spec, expected in ((f"{one}", ["x", "x", "y"]), (f"{two},{one}", ["z", "x", "x"])):
+        rows = load_rows(spec, max_samples=3, allowed=DAMAGED)
+        assert [row["a"] for row in rows if row["a"]] == expected
+    blend = load_rows(f"{one},{one}", probs="0.5,0.5", max_samples=3, allowed=DAMAGED)
+    assert sum(row["a"] is not None for row in blend) == 3
+    assert row_place(blend, len(blend) - 1).startswith(f"{one}: row ")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -302,6 +338,7 @@ def test_damaged_records_that_are_allowed_are_empty_rows_whose_damage_is_known(
             "3 bad rows. Repair or remove them",
         ),
         ("rows.csv", b'a,b\n1,"x\n2,y\n3,z\n', "csv:2: a quote is not closed"),
+        ("rows.csv", b'a,b\n1,"x\n2,y\n3,"z"\n4,w\n', "csv:2: line 4: ',' expected"),
         ("rows.csv", "a,b\n1,2\n".encode("utf-16"), "csv:1: zero bytes"),
         ("rows.jsonl.gz", gzip.compress(LINES * 99, mtime=0)[:-12], "Compressed file ended"),
         ("rows.parquet", b"PAR1", "rows.parquet is damaged"),
