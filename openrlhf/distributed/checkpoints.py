@@ -245,6 +245,7 @@ class Save:
     thread: threading.Thread | None = None
     error: BaseException | None = None
     is_late: bool = False  # True once it took longer than a save may
+    is_counted: bool = False  # True once it was counted, and named, as one that failed
     is_left: bool = False  # True where the run has ended without it
 
     @property
@@ -471,14 +472,14 @@ class RunCheckpoints:
         save = self.under_way
         if save is None:
             return None
-        was_late = save.is_late
         if self._is_over(save):
             self.under_way = None
             error = save.error
         else:
             error = self._lateness
         if isinstance(error, CheckpointError):
-            if not (was_late and save.is_late):
+            if not save.is_counted:
+                save.is_counted = True
                 self._count_failure(save.step, error)
             return None
         if error is not None:
@@ -535,17 +536,18 @@ class RunCheckpoints:
         finally:
             error, save = sys.exc_info()[1], self.under_way
             if save is not None:
-                is_hopeless = save.is_late or isinstance(error, LostRankError)
+                is_hopeless = save.is_counted or isinstance(error, LostRankError)
                 save.is_left = is_hopeless or stopping.is_asked() or stopping.is_overdue()
                 if not save.is_left:
                     self._see_off(save, BRIEF_S if isinstance(error, EngineError) else self.limit_s)
 
     def _see_off(self, save: Save, limit_s: float) -> None:
         """Wait for a save that no one asks for any more."""
-        self._wait(save, limit_s)
+        self._wait(save, 0.0 if save.is_late else limit_s)
         save.is_left = not save.is_over
         if save.error is not None or save.is_left:
-            why = save.error or f"it took longer than {limit_s:g} s."
+            late = self._lateness if save.is_late else f"it took longer than {limit_s:g} s."
+            why = save.error or late
             said = f"checkpoint of step {save.step} was not saved: {why} {self.last_in_words}"
             warn_on_main(said)
 

@@ -139,14 +139,15 @@ def take_tensors(
     num_sharing: int = 1,
     is_first: bool = True,
     free: int | None = None,
+    left: int | None = None,
 ) -> Write:
     """Copy tensors to host memory; return the function that writes the copy as a file, as
     `save_tensors` does. Where memory, which `num_sharing` ranks share, has no room for their copies
     the tensors themselves are written at once, as the first of these ranks says. `free`: the memory
-    before the copies of other models, which count too.
+    before the copies of other models, which count too; `left`: before those of these ranks.
     """
     tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
-    left = free_memory()
+    left = free_memory() if left is None else left
     free = max(left, free or 0)
     num_bytes = num_sharing * sum(tensor.nbytes for tensor in tensors) + free - left
     if num_bytes > ROOM * free:

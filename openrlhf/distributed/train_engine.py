@@ -253,11 +253,16 @@ class TrainEngine:
         collectives.together(lambda: self.take_states(folder, has_optimizer=has_optimizer)())
 
     def take_states(
-        self, folder: Path, *, has_optimizer: bool = True, free: int | None = None
+        self,
+        folder: Path,
+        *,
+        has_optimizer: bool = True,
+        free: int | None = None,
+        left: int | None = None,
     ) -> folders.Write:
         """Copy trained weights and optimizer (unless it is left out) to host memory, of which
-        `free` bytes were there before other copies; return the function that writes the copy into
-        `folder`, while training may go on.
+        `free` bytes were there before other copies and `left` before those of this model; return
+        the function that writes the copy into `folder`, while training may go on.
 
         Frozen weights, such as the base of an adapter, are left out: a start loads them.
         """
@@ -272,7 +277,7 @@ class TrainEngine:
         file = folder / f"tp{tp_rank}-dp{dp_rank}.pt"
         is_first = self._sharing[0] == collectives.rank()
         return folders.take_tensors(
-            content, file, num_sharing=len(self._sharing), is_first=is_first, free=free
+            content, file, num_sharing=len(self._sharing), is_first=is_first, free=free, left=left
         )
 
     def num_state_bytes(self, *, has_optimizer: bool = True) -> int:

@@ -48,7 +48,8 @@ PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, CAP_DAC_READ_SEARCH = 38, 47, 2
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 MAY_READ, ON_A_FILE = 0b1101, 0b1100000000000111  # execute, read a file, list a folder
 OWN_NAMESPACES = 0x58020000  # of a user, mounts, IPC and network
-BIND_ALL, MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 0x5000, 442, -100, 0x8000, 1
+BIND, BIND_ALL, MAKE_READ_ONLY = 0x1000, 0x5000, 0x1021
+KEPT_FLAGS = 0b1110  # of a mount: nosuid, nodev, noexec
 READABLE = """
     /usr /lib /lib64 /bin /nix/store /etc/ld.so.cache /etc/localtime /etc/passwd /proc/cpuinfo
     /proc/meminfo /sys/devices/system/cpu /dev/zero /dev/random /dev/urandom
@@ -211,28 +212,31 @@ def change_root(folder: str) -> None:
     its libraries; raise OSError where this is not allowed. They also hide the network and other
     processes.
     """
-    user, group, root = os.getuid(), os.getgid(), os.path.dirname(folder)
+    user, group, root = os.getuid(), os.getgid(), os.path.realpath(folder)
     shown = {path for each in readable() for path in (each, os.path.realpath(each))}
-    there = {*filter(os.path.exists, shown), "/dev/null", folder}
+    there = {*filter(os.path.exists, shown), "/dev/null"}
     succeed(libc.unshare(OWN_NAMESPACES))
-    sources = {path: os.open(path, os.O_PATH) for path in sorted(there)}
     libc.prctl(PR_SET_DUMPABLE, 1)  # until `confine` ends: else the files of /proc/self are root's
     maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
     for name, text in maps.items():
         Path("/proc/self", name).write_text(text)
     succeed(libc.mount(b"none", os.fsencode(root), b"tmpfs", 0, None))
-    for path, descriptor in sources.items():
-        source, target = Path(f"/proc/self/fd/{descriptor}"), Path(f"{root}{path}")
+    for source in map(Path, sorted(there)):
+        target = Path(f"{root}{source}")
         (target if source.is_dir() else target.parent).mkdir(parents=True, exist_ok=True)
         if not target.exists():
             target.touch()
         succeed(libc.mount(bytes(source), bytes(target), None, BIND_ALL, None))
-        os.close(descriptor)
+    own = Path(f"{root}{folder}")
+    own.mkdir(parents=True, exist_ok=True)
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        place = line.split()[4].decode("unicode_escape").encode("latin-1")
+        if Path(root) in (path := Path(os.fsdecode(place)), *path.parents):
+            kept = os.statvfs(place).f_flag & KEPT_FLAGS  # which only the system may take away
+            succeed(libc.mount(None, place, None, MAKE_READ_ONLY | kept, None))
+    succeed(libc.mount(b".", bytes(own), None, BIND, None))  # what is below the tmpfs
     os.chroot(root)
     os.chdir(folder)
-    for place, flags, bits in ((b"/", AT_RECURSIVE, (READ_ONLY, 0)), (b".", 0, (0, READ_ONLY))):
-        attributes = struct.pack("4Q", *bits, 0, 0)
-        succeed(libc.syscall(MOUNT_SETATTR, AT_FDCWD, place, flags, attributes, len(attributes)))
 
 
 def succeed(outcome: int) -> None:

@@ -295,6 +295,25 @@ def test_a_disk_that_takes_no_more_is_waited_for_once_and_ends_the_run(tmp_path:
     assert not thread.is_alive() and not list(tmp_path.iterdir())
 
 
+def test_a_late_save_that_the_best_model_met_first_is_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    checkpoints, may_end = saver(tmp_path), threading.Event()
+    checkpoints.limit_s = 0.1
+    with pytest.raises(ValueError, match="a bug"), checkpoints.finishing():
+        checkpoints.save(Run(1, lambda folder: may_end.wait(20)))
+        assert not checkpoints.save_best(1, fill)
+        capsys.readouterr()
+        raise ValueError("a bug")
+    named = "checkpoint of step 1 was not saved: it was not written in 0.1 s"
+    assert named in " ".join(capsys.readouterr().err.split())
+    assert checkpoints.ended() is None and checkpoints.num_failed == 1
+    assert named in " ".join(capsys.readouterr().err.split())
+    may_end.set()
+    checkpoints.under_way.thread.join(20)
+    assert checkpoints.ended() is None and checkpoints.num_failed == 1  # it is over, and counted
+
+
 def test_what_lost_ranks_left_takes_no_room_of_the_next_save(tmp_path: Path) -> None:
     checkpoints = saver(tmp_path)
 
@@ -416,14 +435,12 @@ def test_states_are_written_at_once_where_a_copy_has_no_room(
     assert capsys.readouterr().err == ""
 
 
-def test_copies_of_several_models_on_a_node_count_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_several_models_on_a_node_count_together(tmp_path: Path) -> None:
     weights = {"weights": torch.zeros(1000)}
 
     def is_copied(left: int) -> bool:
-        monkeypatch.setattr(folders, "free_memory", lambda: left)
-        return folders.take_tensors(weights, tmp_path / "f.pt", free=16_000) is not folders.nothing
+        write = folders.take_tensors(weights, tmp_path / "f.pt", free=16_000, left=left)
+        return write is not folders.nothing
 
     assert is_copied(left=12_000)  # a copy of 4,000 bytes is there already
     assert not is_copied(left=11_999)

@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -405,6 +406,17 @@ def test_without_landlock_the_programs_of_others_get_a_root_of_their_own(tmp_pat
         assert not passes_tests(textwrap.dedent(ATTACKS[attack]), ASSERTS)
     written = "import os, sys; open('a', 'w'), open('/dev/null', 'w'), print(sorted(os.listdir()))"
     assert run_python(written).stdout == "['a', 'program.py']\n"
+
+
+@pytest.mark.usefixtures("of_no_root")
+@pytest.mark.skipif(not may_mount(), reason="needs user namespaces")
+def test_a_root_of_its_own_shows_any_number_of_folders_read_only(tmp_path, monkeypatch):
+    packages = [tmp_path / f"{n}\té-packages" for n in range(70)]
+    for folder in packages:
+        folder.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, *map(str, packages)])
+    for folder in (str(packages[0]), str(packages[-1])):
+        assert "Read-only file system" in run_python(f"open({folder!r} + '/a', 'w')").stderr
 
 
 @pytest.mark.usefixtures("without_landlock")

@@ -48,6 +48,18 @@ def make_actor(model: Path, tmp_path: Path, **sections: dict) -> PolicyModelActo
     return actor
 
 
+def test_what_ranks_of_the_same_model_copied_meanwhile_is_not_counted_twice(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = make_actor(tiny_model_dir, tmp_path)
+    monkeypatch.setattr("openrlhf.trainer.workers.model_worker.free_memory", lambda: 10**12)
+    monkeypatch.setattr("openrlhf.distributed.folders.free_memory", lambda: 10**11)  # later
+    actor.take_states(str(tmp_path), {})
+    assert not list(tmp_path.rglob("*.pt"))  # a copy, which is written later
+    assert actor.write_taken() == ""
+    assert list(tmp_path.rglob("*.pt"))
+
+
 def test_states_kept_for_a_replay_take_nothing_from_a_checkpoint_under_way(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -319,18 +319,20 @@ class TrainedWorker(ModelWorker):
         """
         self.taken = None  # one copy at a time
         node = socket.gethostname()
-        free = {node: free_memory(), **(free or {})}
-        self.taken = self._copies(folder, has_optimizer=True, free=free[node])
+        left = free_memory()  # before any rank of this model copies: `_copies` first meets all
+        free = {node: left, **(free or {})}
+        self.taken = self._copies(folder, has_optimizer=True, free=free[node], left=left)
         return free
 
     def _copies(
-        self, folder: str, *, has_optimizer: bool, free: int | None = None
+        self, folder: str, *, has_optimizer: bool, free: int | None = None, left: int | None = None
     ) -> Sequence[Write]:
         """Copy the states; return the functions that write them."""
         # A run that is stopped is saved without --save_steps too, and was not checked at its start.
         together(lambda: self.check_sees(folder))
         own = Path(folder) / self.role
-        take = partial(self.engine.take_states, own, has_optimizer=has_optimizer, free=free)
+        states = partial(self.engine.take_states, own, has_optimizer=has_optimizer)
+        take = partial(states, free=free, left=left)
         return together(lambda: [take(), self.take_own(Path(folder))])
 
     def write_taken(self) -> str:
