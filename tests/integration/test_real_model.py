@@ -41,9 +41,12 @@ def test_six_steps_agree_between_engine_and_trainer_and_the_export_answers_as_th
     ends = ("--eval_steps", str(NUM_STEPS))
     run_command("openrlhf", "ppo-local", *words, *flags.split(), *ends, timeout=560)
 
-    steps = [r for r in read_metrics(tmp_path / "rl" / "metrics.jsonl") if "vllm_kl" in r]
+    records = read_metrics(tmp_path / "rl" / "metrics.jsonl")
+    steps = [record for record in records if "actor_lr" in record]
     assert [record["step"] for record in steps] == [*range(1, NUM_STEPS + 1)]
-    assert all(abs(record["vllm_kl"]) < 1e-5 for record in steps)
+    # A step whose rewards are all equal has nothing to learn, and compares nothing.
+    compared = [abs(record["vllm_kl"]) for record in steps if "vllm_kl" in record]
+    assert len(compared) >= NUM_STEPS // 2 and max(compared) < 1e-5
 
     file = tmp_path / "rl" / "rollouts" / f"eval_step_{NUM_STEPS:06}.parquet"
     said = pyarrow.parquet.read_table(file, columns=["token_ids", "num_actions"]).to_pylist()
