@@ -175,13 +175,9 @@ def worlds(folder: Path) -> dict[int, list[dict]]:
 def metrics_of(folder: Path) -> list[dict]:
     """The log without what a clock decides."""
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+    clocked = ("time", "tokens_per_s", "load_per_core", "memory/peak_gib")
     return [
-        {
-            k: v
-            for k, v in r.items()
-            if k not in ("time", "tokens_per_s", "memory/peak_gib") and "timing/" not in k
-        }
-        for r in records
+        {k: v for k, v in r.items() if k not in clocked and "timing/" not in k} for r in records
     ]
 
 
