@@ -129,11 +129,10 @@ def run(command: Command[ConfigT], argv: Sequence[str], *, only_checks: bool = F
     )
     from openrlhf.utils.framework_logs import quiet_frameworks  # noqa: PLC0415 - as above
     from openrlhf.utils.progress import progress  # noqa: PLC0415 - as above
-    from openrlhf.utils.threads import IDLE_THREADS  # noqa: PLC0415 - as above
+    from openrlhf.utils.threads import waiting_of_threads  # noqa: PLC0415 - as above
 
     quiet_frameworks()
-    if not IDLE_THREADS.keys() & os.environ.keys():
-        os.environ |= IDLE_THREADS
+    os.environ |= waiting_of_threads()
     parsed = read_config(command.config_class, argv, more_problems=start_problems)
     if parsed.problems and (parsed.config.use_ms or not only_checks):
         raise ConfigError(parsed.problems)

@@ -122,6 +122,12 @@ def yield_cores() -> None:
         os.setpriority(os.PRIO_PROCESS, own, max(NICE, os.getpriority(os.PRIO_PROCESS, own)))
 
 
+def waiting_of_threads() -> dict[str, str]:
+    """Return the settings of idle threads: those of the user, or else that they sleep early."""
+    own = {name: os.environ[name] for name in IDLE_THREADS if name in os.environ}
+    return own or IDLE_THREADS
+
+
 def load_per_core() -> float:
     """Return the threads of all programs by the cores, of the last minute; 0: not known."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0

@@ -25,7 +25,7 @@ from openrlhf.trainer.ppo_utils.demands import (
 )
 from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Quiet
-from openrlhf.utils.threads import IDLE_THREADS
+from openrlhf.utils.threads import waiting_of_threads
 
 LOOK_EVERY_S = 2.0
 # On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
@@ -168,8 +168,8 @@ def worker_environment(num_threads: int) -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES
     }
-    defaults = IDLE_THREADS | HUGE_PAGES
-    environment |= {name: os.environ.get(name, value) for name, value in defaults.items()}
+    environment |= waiting_of_threads()
+    environment |= {name: os.environ.get(name, value) for name, value in HUGE_PAGES.items()}
     environment["OMP_NUM_THREADS"] = str(num_threads)
     # An actor that leads workers on GPUs asks for none itself, and must see them all the same.
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
