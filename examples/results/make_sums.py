@@ -1,5 +1,6 @@
 """Write sums of two numbers of one or two digits as questions: `held_out.jsonl` with 200 rows and
-`prompts.jsonl` with as many others as asked for. They are the same for every seed of a run.
+`prompts.jsonl` with as many others as asked for: no held-out sum is among them, nor is `b + a` where
+`a + b` is held out. They are the same for every seed of a run.
 
     python examples/results/make_sums.py FOLDER NUMBER
 """
@@ -27,8 +28,9 @@ def main() -> None:
         held_out[number(), number()] = None
     prompts: list[tuple[int, int]] = []
     while len(prompts) < count:
-        if (pair := (number(), number())) not in held_out:
-            prompts.append(pair)
+        a, b = number(), number()
+        if (a, b) not in held_out and (b, a) not in held_out:
+            prompts.append((a, b))
     parts = {"held_out.jsonl": held_out, "prompts.jsonl": prompts}
     for name, part in parts.items():
         rows = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in part]
