@@ -1,6 +1,6 @@
 """Write sums of two numbers of one or two digits as questions: `held_out.jsonl` with 200 rows and
-`prompts.jsonl` with as many others as asked for: no held-out sum is among them, nor is `b + a` where
-`a + b` is held out. They are the same for every seed of a run.
+`prompts.jsonl` with as many others as asked for: neither a held-out sum nor its mirror, `b + a` for
+`a + b`, is among them. They are the same for every seed of a run.
 
     python examples/results/make_sums.py FOLDER NUMBER
 """

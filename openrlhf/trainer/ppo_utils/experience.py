@@ -19,6 +19,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
+from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.algorithms.tokens import segment_mean, segment_sum
 from openrlhf.utils.images import ImageProcessor, Picture
 from openrlhf.utils.packing import Batch, PackedBatch
@@ -139,6 +140,21 @@ class Experience(Batch):
             columns[name] = end_to_end(taken, np.int32 if name == "token_ids" else None)
         images = tuple(self.images[index] for index in indices) if self.images else ()
         return Experience(**columns, images=images)
+
+    def sequences(self, num_shares: int) -> tuple[list[list[int]], list["Experience"]]:
+        """Return the samples of shares that are balanced by tokens, and the shares, with no column
+        that a model computed: cut once for all models of as many ranks.
+        """
+        if num_shares not in self._sequences:
+            parts = balanced_partitions(self.costs.tolist(), num_shares)
+            plain = self.having(())
+            self._sequences[num_shares] = parts, [plain.select(part) for part in parts]
+        return self._sequences[num_shares]
+
+    @cached_property
+    def _sequences(self) -> dict[int, tuple[list[list[int]], list["Experience"]]]:
+        """Return the shares that `sequences` has cut, by their number."""
+        return {}
 
     def __reduce__(self) -> tuple[Callable[..., "Experience"], tuple[Any, ...]]:
         """Pickle as numpy arrays, whose memory Ray takes and gives without a copy."""

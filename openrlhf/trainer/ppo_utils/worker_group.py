@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.errors import LostRankError
 from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
@@ -70,11 +69,10 @@ def start_forward(
     that waits for a flat (N,) or (B,) column in sample order. A frozen model whose rank is lost
     meanwhile is started again for it.
     """
-    parts = balanced_partitions(experience.costs.tolist(), group.num_shares)
-    sequences = experience.having(())
+    parts, shares = experience.sequences(group.num_shares)
 
     def start() -> Pending:
-        return group.start(method, ((sequences.select(part),) for part in parts))
+        return group.start(method, ((share,) for share in shares))
 
     pending = start()
 
