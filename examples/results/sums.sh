@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # GRPO teaches SmolLM2-135M-Instruct to add numbers of up to two digits, on two CPU cores.
 #   OUT=runs/results/sums   where everything is written       SEED=0   of the run
-#   STEPS=150   optimizer steps       ARGS="--lora_rank 16 …"   flags that come last
+#   STEPS=200   optimizer steps       ARGS="--lora_rank 16 …"   flags that come last
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 OUT=${OUT:-runs/results/sums}
-STEPS=${STEPS:-150}
+STEPS=${STEPS:-200}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 test -e models/smollm2-135m/README.md || make real-model

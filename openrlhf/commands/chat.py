@@ -187,8 +187,10 @@ class Chat:
     def _respond(self, line: str) -> None:
         try:
             prompt = torch.tensor([self.prompt_for(line)], device=self._model.device)
-        except (ConfigError, RowError) as error:
+        except (ConfigError, PictureError, RowError) as error:
             say(f"{error}\n")
+            if isinstance(error, PictureError):
+                self.added.clear()
             return
         rollout, chance = self.config.rollout, {}
         if not rollout.is_greedy:

@@ -44,6 +44,7 @@ from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import VLLMEngine, check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered, RewardError
 from openrlhf.models.loading import (
+    check_engine_reads_pictures,
     check_value_model,
     image_processor_of,
     load_causal_lm,
@@ -228,6 +229,7 @@ def check_model(config: BatchInferenceConfig, path: str, model_config: Pretraine
         check_vllm_is_installed(instead=instead)
         refuse_adapter(path, "--pretrain")
         check_head_size(model_config, path, instead=instead)
+        check_engine_reads_pictures(model_config, path, instead=instead)
         return
     check_here(config.ds, trains=False)
     if config.eval_task == "rm":

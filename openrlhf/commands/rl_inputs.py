@@ -22,6 +22,7 @@ from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.loading import (
+    check_engine_reads_pictures,
     check_value_model,
     image_processor_of,
     load_config,
@@ -51,7 +52,6 @@ from openrlhf.utils.tokenizer import (
     tokenizer_of,
     unused_sampling,
 )
-from openrlhf.utils.vision_families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -325,12 +325,8 @@ def _check_reads_pictures(
     """Refuse what a policy that reads pictures cannot be trained with."""
     if config.critic_source is not None or config.reward.model_paths:
         refuse_pictures(policy, config.policy_path)
-    needed = FAMILIES[policy.model_type].engine_packages if has_engines else ()
-    if lacks := [package for package in needed if not find_spec(package)]:
-        raise ConfigError(
-            f"vLLM reads the images of {config.policy_path} through {lacks[0]}, which is not "
-            f"installed. Install it, or type {INSTEAD_OF_VLLM}."
-        )
+    if has_engines:
+        check_engine_reads_pictures(policy, config.policy_path, instead=INSTEAD_OF_VLLM)
 
 
 def check_tokens(config: GenerationRunConfig, tokenizer: Tokenizer) -> None:

@@ -173,6 +173,13 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
                 f"train_{recipe.name} reads texts alone, and {model_path} reads images. Take a "
                 "model of texts, or train_sft, train_dpo or train_ppo_ray."
             )
+        own = configs[model_path].model_type if image_processor is not None else None
+        for path, other in configs.items():
+            if own not in (None, other.model_type):
+                raise ConfigError(
+                    f"{path} is of the family {other.model_type}, which does not read the images "
+                    f"of {model_path}. Take a model of {own}."
+                )
     data_sets = supervised_data(config, recipe.data_set, **recipe.row_format(config))
     found = [(data_set, data_set.read(gathered)) for data_set in data_sets]
     if tokenizer is None:  # nothing more can be known

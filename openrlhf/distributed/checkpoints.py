@@ -194,6 +194,10 @@ class CheckpointStore:
         """Return the folder of the best model, if one is kept."""
         return next(self.root.glob(_BEST), None)
 
+    def step_of(self, best: Path) -> int:
+        """Return the step of a best model."""
+        return int(best.name.removeprefix("best_global_step").removesuffix("_hf"))
+
     def model(self, step: int) -> Path | None:
         """Return the folder of the model of a step, if one is kept."""
         path = self.folders(step)[1]
@@ -288,10 +292,17 @@ class RunCheckpoints:
         return None if self.saved is None else self.saved.step
 
     def last(self) -> Saved | None:
-        """Return the last states that the run saved (`ended`), or else goes on from; None where
-        there are none. Raise CheckpointError where they are damaged.
+        """Return the last states that the run saved, or else goes on from, or earlier ones where
+        these are damaged; None where there are none. Raise CheckpointError where all are damaged.
         """
-        return None if self.last_step is None else self.store.read(self.last_step)
+        if self.last_step is None:
+            return None
+        try:
+            return self.store.read(self.last_step)
+        except (CheckpointError, OSError, ValueError) as error:
+            if (earlier := self.store.latest()) is None:
+                raise CheckpointError(f"{error} There is no other checkpoint.") from error
+            return earlier
 
     @property
     def last_step(self) -> int | None:
@@ -614,6 +625,19 @@ class RunCheckpoints:
     def set_later_aside(self) -> Path | None:
         """Move what the run does not go on from away."""
         return self.store.set_aside(after_step=-1 if self.saved is None else self.saved.step)
+
+    def go_back(self, step: int) -> bool:
+        """Move what this run has saved of later steps away, which it makes anew; return True if its
+        best model was among that.
+        """
+        if self.config.save_steps > 0:  # or else they are another run's
+            self.store.set_aside(after_step=step)
+        best = self.store.best() if self.config.keeps_best else None
+        if best is None or self.store.step_of(best) <= step:
+            return False
+        aside = self.store.set_best_aside()
+        warn(f"the best model was of step {self.store.step_of(best)}: it was moved to {aside}.")
+        return True
 
     def _take_root(self) -> None:
         """Make room in a checkpoint root that the run did not use so far."""

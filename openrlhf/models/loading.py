@@ -12,6 +12,7 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +187,18 @@ def refuse_pictures(config: PretrainedConfig, path: str) -> None:
         raise ConfigError(
             f"Reward models and critics read texts alone, and {path} reads images. Give rewards "
             "by --remote_rm_url, and take another --advantage_estimator than gae, as group_norm is."
+        )
+
+
+def check_engine_reads_pictures(config: PretrainedConfig, path: str, *, instead: str) -> None:
+    """Raise ConfigError where vLLM lacks a package that it reads the images of a model through;
+    `instead` is what to type in its place.
+    """
+    needed = FAMILIES[config.model_type].engine_packages if is_vision(config) else ()
+    if lacks := [package for package in needed if not find_spec(package)]:
+        raise ConfigError(
+            f"vLLM reads the images of {path} through {lacks[0]}, which is not installed. Install "
+            f"it, or type {instead}."
         )
 
 

@@ -52,7 +52,7 @@ class Death:
     @classmethod
     def of(cls, why: LostRankError, step: int, rollouts: Sequence[Rollout]) -> "Death":
         """Return the death of a rank in a step of these samples."""
-        how = re.sub(r"\d+", "", str(why).partition(". The end of ")[0])
+        how = re.sub(r"\b[0-9a-f]{8,}\b|\d+", "", str(why).partition(". The end of ")[0])
         return cls(step, how, tuple(rollout.sample_id for rollout in rollouts))
 
     def is_of(self, step: int, rollouts: Sequence[Rollout]) -> bool:

@@ -156,7 +156,8 @@ class RunState:
         first = [found for found in self.evaluations if found["step"] == 0]  # not made again
         begin = json.loads(self.begin) | {"evaluations": first}
         state = begin if saved is None else saved.state[RUN]
-        self.opened.store.set_aside(after_step=0 if saved is None else saved.step)
+        if self.opened.go_back(0 if saved is None else saved.step):
+            state["evaluations"] = first  # the next best one has a model again
         if saved is not None:
             self._load_models(saved)
         if keeps_samples:

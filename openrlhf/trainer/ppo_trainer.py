@@ -115,7 +115,9 @@ class PPOTrainer:
         self._sending = threading.Lock()  # held while weights are sent
         self._has_failed = False  # whether an engine did when weights were sent last
         if self.recovery is not None:
-            self.recovery.prepare(self.phases.turn, self.update_engine)
+            self.recovery.prepare(
+                self.phases.turn, self.update_engine, sleeps=bool(self.phases.engines)
+            )
         algo, train = config.algo, config.train
         teaching = GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)
         self.sampler = StepSampler(
@@ -452,7 +454,7 @@ class PPOTrainer:
                 if is_lost or engines[index] in tried:
                     engines[index].lose(LostEngineError(reason))
                     lost.append(reason)
-                else:
+                elif engines[index].is_up:  # or else another one gets the weights in its place
                     again.append(engines[index])
             tried, engines = [*tried, *again], again
         return lost

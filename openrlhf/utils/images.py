@@ -87,12 +87,18 @@ def _png(image: Image.Image) -> bytes:
 
 
 def _as_seen(image: Image.Image) -> Image.Image:
-    """Return an image in RGB, turned as its EXIF data say."""
+    """Return an image in RGB, turned as its EXIF data say, on white where it is transparent: so
+    does vLLM. Raise PictureError for numbers without a scale.
+    """
     image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise PictureError("floats have no scale, save it with 8 or 16 bits")
     # 16 bits of gray, which Pillow would cut off at 255; whole numbers up to there are 8 bits.
     brightest = max(cast(tuple[float, float], image.getextrema())) if image.mode == "I" else 0
     if image.mode.startswith("I;16") or brightest > 255:
         image = image.convert("I").point(lambda value: value * (1 / 256))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert("RGB")
 
 

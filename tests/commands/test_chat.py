@@ -211,6 +211,18 @@ def test_the_mark_of_a_picture_that_is_typed_is_no_place_for_one(tmp_path, monke
     assert typed == "a\ufffdb"
 
 
+def test_a_picture_of_a_shape_that_the_model_does_not_read_costs_a_line(
+    tmp_path, monkeypatch, capsys
+):
+    model = tiny_vision.make("qwen2_5_vl", tmp_path / "model")
+    tiny_vision.noise(1, 300).save(tmp_path / "narrow.png")
+    words = ["--pretrain", str(model), *GREEDY.split(), "--apply_chat_template"]
+    chat = Chat(parse_config(ChatConfig, [*words, "--image", str(tmp_path / "narrow.png")]).config)
+    monkeypatch.setattr("sys.stdin", io.StringIO("what\nwhat\n"))
+    chat.talk()
+    assert len(chat.turns) == 1 and "300x1 pixels: absolute aspect" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags", [["--apply_chat_template"], []])
 def test_a_picture_that_cannot_be_shown_is_refused(tiny_model_dir, flags):
     words = ["--pretrain", str(tiny_model_dir), "--image", "a.png", *flags]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.cli import check
-from openrlhf.commands import rl_inputs
+from openrlhf.cli import batch_inference, check
+from openrlhf.models import loading
 from tests.helpers import tiny_vision
 from tests.integration.commands import exit_code
 from tests.tiny import make_model, write_jsonl
@@ -92,6 +92,11 @@ REFUSED = [
     ),
     (f"kto --pretrain vision {ANSWERED}", "train_kto reads texts alone"),
     (f"kd --pretrain vision --teacher_model vision {ANSWERED}", "train_kd reads texts alone"),
+    (
+        "dpo --pretrain vision --ref_pretrain text --dataset rows.jsonl --prompt_key prompt "
+        "--chosen_key answer --rejected_key rejected",
+        "text is of the family qwen2, which does not read the images of vision",
+    ),
     ("rm --pretrain vision --dataset rows.jsonl --chosen_key answer", "Reward models and critics"),
     (f"{PPO} --remote_rm_url reward.py", "Reward models and critics read texts alone"),
 ]
@@ -110,12 +115,14 @@ def test_vllm_without_a_package_that_it_reads_images_through_is_refused(
 ):
     if kind == "smol":
         tiny_vision.make("smolvlm", "smol")
-    monkeypatch.setattr(rl_inputs, "find_spec", lambda name: name != package or None)
-    line = f"{PPO} --remote_rm_url reward.py --advantage_estimator group_norm --vllm_num_engines 1"
-    assert (
-        exit_code(check.main, line.replace("--pretrain vision", f"--pretrain {kind}").split()) == 2
-    )
-    assert f"through {package}, which is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(loading, "find_spec", lambda name: name != package or None)
+    rl = f"{PPO} --remote_rm_url reward.py --advantage_estimator group_norm --vllm_num_engines 1"
+    infer = "--pretrain vision --dataset rows.jsonl --input_key prompt --output_path o.jsonl"
+    lines = {check.main: rl, batch_inference.main: f"{infer} --eval_task generate_vllm"}
+    for main, line in lines.items():
+        words = line.replace("--pretrain vision", f"--pretrain {kind}").split()
+        assert exit_code(main, words) == 2
+        assert f"through {package}, which is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kind", "num_tokens"), [("internvl", 28), ("idefics3", 20)])

@@ -630,3 +630,46 @@ def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, ca
     aside = store.set_best_aside()
     assert aside is not None and store.find(5) is None
     assert (aside / "best_global_step5_hf" / "config.json").is_file()
+
+
+def best_of(root: Path, step: int) -> Path:
+    path = root / f"best_global_step{step}_hf"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize(("step", "is_moved"), [(2, True), (5, False)])
+def test_a_run_that_goes_back_moves_its_later_checkpoints_and_best_model_aside(
+    tmp_path: Path, step: int, is_moved: bool
+) -> None:
+    checkpoints = saver(tmp_path)
+    for number in (2, 4, 6):
+        save(checkpoints.store, number)
+    best_of(tmp_path, 5)
+    assert checkpoints.go_back(step) == is_moved
+    assert checkpoints.store.steps() == [number for number in (2, 4) if number <= step]
+    assert (checkpoints.store.best() is None) == is_moved
+
+
+def test_a_run_that_saves_nothing_leaves_the_checkpoints_of_others_where_they_are(
+    tmp_path: Path,
+) -> None:
+    """All runs have the same checkpoint root unless one is named."""
+    save(make_store(tmp_path), 5)
+    best_of(tmp_path, 5)
+    checkpoints = RunCheckpoints(CheckpointConfig(path=str(tmp_path)), DataFacts("x", 1))
+    assert not checkpoints.go_back(0)
+    assert checkpoints.store.steps() == [5] and checkpoints.store.best() is not None
+
+
+def test_ranks_go_back_to_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    checkpoints = saver(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(Run(step, fill))
+        checkpoints.ended()
+    DAMAGES["flipped"](tmp_path / "global_step2")
+    saved = checkpoints.last()
+    assert saved is not None and saved.step == 1
+    DAMAGES["flipped"](tmp_path / "global_step1")
+    with pytest.raises(CheckpointError, match=r"global_step2.*There is no other checkpoint"):
+        checkpoints.last()

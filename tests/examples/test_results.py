@@ -38,3 +38,24 @@ def test_the_script_of_sums_trains_the_real_model(tmp_path: Path) -> None:
     log.write_text(run_command("python", RESULTS / "sums_trl.py", tmp_path, "1", "0", timeout=300))
     run_command("python", RESULTS / "draw.py", tmp_path / "rl", log, picture)
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_script_of_the_offline_methods_trains_and_compares_them(tmp_path: Path) -> None:
+    teacher = RESULTS.parents[1] / "models" / "smollm2-135m"
+    env = os.environ | {"OUT": str(tmp_path), "PROMPTS": "24", "TEACHER": str(teacher)}
+    said = run_command("bash", RESULTS / "offline.sh", env=env, timeout=1150)
+    for name in ("sft", "dpo", "kto", "boxed", "kd"):
+        assert (tmp_path / name / "model.safetensors").exists()
+        assert f"/{name}" in said.rpartition("pass@1")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_script_of_the_calculator_trains_the_real_model(tmp_path: Path) -> None:
+    env = os.environ | {"OUT": str(tmp_path), "STEPS": "1", "ARGS": "--eval_steps -1"}
+    said = run_command("bash", RESULTS / "calculator.sh", env=env, timeout=560)
+    assert "| question | right | before | after |\n|---|---|---|---|\n| You have a calc" in said
+    records = read_metrics(tmp_path / "rl" / "metrics.jsonl")
+    assert any("extra/calls" in record for record in records)

@@ -21,6 +21,8 @@ from tests.helpers import tiny_vision
 from tests.helpers.documents import blocks, commands
 from tests.helpers.stopped_runs import records, stopping_behind
 from tests.helpers.supervised_runs import weights_of
+from tests.helpers.vision_samples import Samples
+from tests.integration.commands import run_command
 from tests.source import ROOT
 from tests.tiny import write_jsonl
 
@@ -117,10 +119,13 @@ def test_colours_are_learnt_from_pixels_in_sixty_steps(tmp_path):
     run_ranks(learn, 1, root)
     assert records(root / "single")[-1]["step"] == 60
     assert accuracy(root / "single") >= 0.95
-    _, info = transformers.AutoModelForImageTextToText.from_pretrained(
-        root / "single", output_loading_info=True
+    exported, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        root / "single", output_loading_info=True, attn_implementation="eager"
     )
     assert not any(info.values())
+    samples = Samples(str(root / "single"))
+    found = Actor(load_causal_lm(root / "single"))(samples.batch([0])).logprobs
+    assert (samples.alone(exported, 0) - found).abs().max() < 1e-5
     assert not any("lm_head" in name for name in weights_of(root / "single"))
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         assert (root / "single" / name).read_text() == (root / "model" / name).read_text()
@@ -258,3 +263,24 @@ def test_the_commands_of_the_document_train(tmp_path):
     run_ranks(documented, 1, tmp_path)
     assert weights_of(tmp_path / "output" / "colours")
     assert (tmp_path / "output" / "parts" / "adapter_config.json").is_file()
+
+
+NO_TORCHVISION = """
+import sys
+sys.modules["torchvision"] = None
+from openrlhf.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "vision"])
+def test_training_needs_no_torchvision(kind, root, tiny_model_dir, tmp_path):
+    flags = f"--max_samples 32 --train_batch_size 16 --micro_train_batch_size 16 {COLUMNS}"
+    row = {"prompt": "2+2=", "answer": "4"}
+    model, rows = tiny_model_dir, write_jsonl(tmp_path / "rows.jsonl", [row] * 32)
+    if kind == "vision":
+        model, rows = root / "model", root / "rows.jsonl"
+    paths = ["--pretrain", model, "--dataset", rows, "--save_path", tmp_path / "run"]
+    run_command("-c", NO_TORCHVISION, "sft", *paths, *flags.split())
+    assert records(tmp_path / "run")[-1]["step"] == 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from openrlhf.errors import EngineError, LostEngineError, NoRestartError
+from openrlhf.errors import EngineError, LostEngineError, LostRankError, NoRestartError
 from openrlhf.trainer.ray import launcher, restarts
 from openrlhf.trainer.ray.recovery import EngineRecovery
 from openrlhf.trainer.ray.restarts import Restarts
@@ -47,6 +47,10 @@ def started(most: int = 3, **more: Any) -> tuple[Engine, list[str], EngineRecove
     return engine, events, EngineRecovery([engine], Restarts(most))
 
 
+def let_it_be_used(engine: RayEngine) -> None:
+    engine.is_lost = False
+
+
 def test_a_new_engine_has_its_weights_before_it_is_used(capsys: pytest.CaptureFixture) -> None:
     engine, events, started_again = started(num_failures=1)
     room = threading.RLock()
@@ -54,6 +58,7 @@ def test_a_new_engine_has_its_weights_before_it_is_used(capsys: pytest.CaptureFi
     def update(updated: RayEngine) -> None:
         assert updated is engine and not engine.is_up
         events.append("weights")
+        engine.is_lost = False
 
     started_again.prepare(room, update)
     engine.lose(DEAD)
@@ -92,6 +97,67 @@ def test_beyond_the_restarts_of_an_hour_the_run_ends(monkeypatch: pytest.MonkeyP
     assert budget.note("vllm", DEAD).startswith("restart 2 of 2")
 
 
+def test_engines_that_are_lost_together_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a node, and what Ray starts there before it knows that the node is gone; one that
+    is lost again in the same minute counts again.
+    """
+    now = [0.0]
+    monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
+    budget = Restarts(2)
+    for number in range(4):
+        now[0] += 5
+        said = budget.note("vllm", DEAD, who=f"vllm-{number}")
+        assert said.startswith("restart 1 of 2")
+    never_ran = LostEngineError("vllm-0 died: The actor never ran - it was cancelled")
+    assert budget.note("vllm", never_ran, who="vllm-0").startswith("restart 1 of 2")
+    assert budget.note("vllm", DEAD, who="vllm-0").startswith("restart 2 of 2")
+    with pytest.raises(EngineError, match="It is not started again"):
+        budget.note("vllm", DEAD, who="vllm-0")
+
+
+def test_an_engine_leaves_shared_devices_to_ranks_that_it_waits_for() -> None:
+    engine, events, started_again = started()
+    engine.call = lambda method, *args: events.append(  # type: ignore[method-assign]
+        " ".join([method.__name__, *args])
+    )
+    has_trainer = threading.Event()
+
+    def update(updated: RayEngine) -> None:
+        if not has_trainer.is_set():
+            updated.waits_for = LostRankError("actor rank 0 died")
+            raise updated.waits_for
+        events.append("weights")
+        updated.is_lost = False
+
+    started_again.prepare(threading.Lock(), update, sleeps=True)
+    engine.lose(DEAD)
+    wait_until(lambda: events[-1] == "sleep")
+    has_trainer.set()
+    engine.waits_for = None
+    wait_until(lambda: engine.is_up)
+    wakes = ["wake_up weights", "wake_up kv_cache"]
+    assert events == ["killed", "started", "sleep", *wakes, "weights"]
+
+
+def test_an_engine_that_is_lost_again_as_it_is_used_stays_lost() -> None:
+    engine, events, started_again = started()
+
+    def update(updated: RayEngine) -> None:
+        updated.is_lost = False
+        if events.count("started") == 1:
+            engine.may_start.clear()
+            engine.lose(DEAD)
+
+    started_again.prepare(threading.Lock(), update)
+    engine.lose(DEAD)
+    wait_until(lambda: len(started_again._threads) == 2)
+    started_again._threads[0].join(1)
+    assert not engine.is_up
+    engine.may_start.set()
+    wait_until(lambda: engine.is_up)
+    assert events.count("started") == 2
+
+
 def test_an_engine_that_is_not_started_again_raises_where_it_is_asked_for() -> None:
     engine, events, _ = started(most=0)
     engine.lose(DEAD)
@@ -116,7 +182,7 @@ def test_the_run_ends_after_one_wait_where_no_node_has_room_for_an_engine() -> N
 def test_an_engine_that_hangs_is_ended_before_there_is_room_for_another() -> None:
     engine, events, started_again = started()
     room = threading.Lock()
-    started_again.prepare(room, lambda engine: None)
+    started_again.prepare(room, let_it_be_used)
     with room:  # of somebody who waits for the engine
         engine.lose(DEAD)
         wait_until(lambda: bool(events))
@@ -146,7 +212,7 @@ def test_an_engine_that_starts_while_the_run_ends_is_ended_and_asked_no_more() -
 def test_an_engine_that_waits_for_room_while_the_run_ends_is_not_started() -> None:
     engine, events, started_again = started()
     room = threading.Lock()
-    started_again.prepare(room, lambda engine: None)
+    started_again.prepare(room, let_it_be_used)
     room.acquire()
     engine.lose(DEAD)
     wait_until(lambda: bool(events))

@@ -71,6 +71,20 @@ def test_base64_may_have_line_breaks():
         assert read_picture(text).data == read_picture(f"data:image/png;base64,{text}").data == data
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(mode):
+    """As a plot of black lines that is saved without a background."""
+    image = Image.new("RGBA", (3, 1), (0, 0, 0, 0))
+    image.putpixel((1, 0), (0, 0, 0, 255))
+    seen = read_picture(encoded(image.convert(mode))).open()
+    assert [seen.getpixel((x, 0)) for x in range(3)] == [(255,) * 3, (0,) * 3, (255,) * 3]
+
+
+def test_floats_have_no_scale():
+    with pytest.raises(PictureError, match="floats have no scale"):
+        read_picture(Image.fromarray(np.array([[0.0, 0.5, 1.0]], dtype="float32")))
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

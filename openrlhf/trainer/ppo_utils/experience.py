@@ -141,19 +141,19 @@ class Experience(Batch):
         images = tuple(self.images[index] for index in indices) if self.images else ()
         return Experience(**columns, images=images)
 
-    def sequences(self, num_shares: int) -> tuple[list[list[int]], list["Experience"]]:
+    def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list["Experience"]]:
         """Return the samples of shares that are balanced by tokens, and the shares, with no column
         that a model computed: cut once for all models of as many ranks.
         """
-        if num_shares not in self._sequences:
+        if num_shares not in self._forward_shares:
             parts = balanced_partitions(self.costs.tolist(), num_shares)
             plain = self.having(())
-            self._sequences[num_shares] = parts, [plain.select(part) for part in parts]
-        return self._sequences[num_shares]
+            self._forward_shares[num_shares] = parts, [plain.select(part) for part in parts]
+        return self._forward_shares[num_shares]
 
     @cached_property
-    def _sequences(self) -> dict[int, tuple[list[list[int]], list["Experience"]]]:
-        """Return the shares that `sequences` has cut, by their number."""
+    def _forward_shares(self) -> dict[int, tuple[list[list[int]], list["Experience"]]]:
+        """Return the shares that `forward_shares` has cut, by their number."""
         return {}
 
     def __reduce__(self) -> tuple[Callable[..., "Experience"], tuple[Any, ...]]:

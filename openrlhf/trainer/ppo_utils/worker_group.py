@@ -69,7 +69,7 @@ def start_forward(
     that waits for a flat (N,) or (B,) column in sample order. A frozen model whose rank is lost
     meanwhile is started again for it.
     """
-    parts, shares = experience.sequences(group.num_shares)
+    parts, shares = experience.forward_shares(group.num_shares)
 
     def start() -> Pending:
         return group.start(method, ((share,) for share in shares))

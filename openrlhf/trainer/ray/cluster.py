@@ -68,7 +68,7 @@ def ray_cluster(
                 settings, slots["vllm"], processor, run_dir=run_dir, limits=config.train
             )
         for group in groups.values():
-            at_the_end(group.kill)
+            at_the_end(group.close)
         for engine in engines:
             at_the_end(engine.kill)
         with progress("starting workers", len(groups) + len(engines)) as advance:

@@ -23,6 +23,7 @@ from ray._private.authentication.authentication_token_setup import (
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.errors import (
     ConfigError,
+    EngineError,
     LostEngineError,
     LostRankError,
     MachineError,
@@ -266,6 +267,7 @@ class RayActorGroup(WorkerGroup):
         self.role = role
         self.restarts = restarts or Restarts(0)
         self.is_starting = False  # again
+        self.is_closed = False
         self.ended: dict[int, str] = {}  # why ranks were ended, of these actors
         self._slots, self._limits = slots, config.train
         self._submitting = threading.Lock()  # all ranks have their calls in one order
@@ -285,6 +287,8 @@ class RayActorGroup(WorkerGroup):
     def start_again(self, why: LostRankError | None = None) -> int:
         lost = why
         while True:
+            if self.is_closed:
+                raise EngineError(f"{lost or self.role}: the run has ended, nothing starts again")
             if lost is not None:
                 warn(
                     f"{lost}; {self.role} is started again: {self.restarts.note(self.role, lost)}."
@@ -304,6 +308,11 @@ class RayActorGroup(WorkerGroup):
             else:
                 self.is_starting = False
                 return size
+
+    def close(self) -> None:
+        """End all ranks; start none again."""
+        self.is_closed = True
+        self.kill()
 
     def kill(self) -> None:
         """End all ranks."""

@@ -1,6 +1,7 @@
 """Placement of every role: its ranks and their placement groups."""
 
 import os
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -126,8 +127,14 @@ def wait_for_node(
     """
     group, reference = slot["scheduling_strategy"].placement_group, handle.health.remote()
     quiet, placed_s = Quiet(), 0.0
-    while not ray.wait([reference], timeout=LOOK_EVERY_S)[0]:
-        if placement_group_table(group)["state"] == "CREATED":
+    while True:
+        is_up = bool(ray.wait([reference], timeout=LOOK_EVERY_S)[0])
+        is_placed = placement_group_table(group)["state"] == "CREATED"
+        if is_up and is_placed:  # the bundles of the workers that it leads, too
+            return
+        if is_up:
+            time.sleep(LOOK_EVERY_S)
+        if is_placed:
             quiet.reset()
             placed_s += LOOK_EVERY_S
         elif quiet.add(LOOK_EVERY_S):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import (
     EngineError,
     LostEngineError,
@@ -29,6 +30,7 @@ class EngineRecovery:
         self._engines, self._restarts = engines, restarts
         self._room: AbstractContextManager[object] = nullcontext()
         self._update: Callable[[RayEngine], None] | None = None
+        self._sleeps = False
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -36,12 +38,17 @@ class EngineRecovery:
             engine.on_lost = self.lose
 
     def prepare(
-        self, room: AbstractContextManager[object], update: Callable[[RayEngine], None]
+        self,
+        room: AbstractContextManager[object],
+        update: Callable[[RayEngine], None],
+        *,
+        sleeps: bool = False,
     ) -> None:
-        """Have `update` send weights to each new engine before it is used; `room` is held while an
-        engine takes its devices.
+        """Have `update` send weights to each new engine, and let it be used then; `room` is held
+        while an engine takes its devices. One that `sleeps` leaves them to a trainer that it waits
+        for.
         """
-        self._room, self._update = room, update
+        self._room, self._update, self._sleeps = room, update, sleeps
 
     def lose(self, engine: RayEngine, why: LostEngineError) -> None:
         """Replace an engine, unless that is under way."""
@@ -66,7 +73,8 @@ class EngineRecovery:
         lost_at = time.monotonic()
         engine.kill()  # whoever waits for one that hangs may hold the room for the next
         while not self._is_closed:
-            warn(f"{why}; a new one starts in its place: {self._restarts.note('vllm', why)}.")
+            count = self._restarts.note("vllm", why, who=engine.name)
+            warn(f"{why}; a new one starts in its place: {count}.")
             try:
                 with self._room:
                     with self._lock:  # `close` kills all that are started
@@ -75,25 +83,34 @@ class EngineRecovery:
                         engine.restart()
                     engine.ready_again()
                     has_weights = self._update_weights(engine)
+                    if self._sleeps and not has_weights:
+                        engine.call(VLLMEngine.sleep)
                 while not (has_weights or self._is_closed):
                     time.sleep(RETRY_S)  # until the trainer is started again
+                    if engine.waits_for is not None:
+                        continue
                     with self._room:
+                        for part in ("weights", "kv_cache") if self._sleeps else ():
+                            engine.call(VLLMEngine.wake_up, part)
                         has_weights = self._update_weights(engine)
+                        if self._sleeps and not has_weights:
+                            engine.call(VLLMEngine.sleep)
             except NoRestartError:
                 raise
             except OpenRLHFError as error:  # memory that the dead one still holds, a taken port
                 why = LostEngineError(str(error))
             else:
-                engine.is_lost = False
                 seconds = time.monotonic() - lost_at
                 notice(f"engine {engine.who} is up again, {seconds:.1f} s after it was lost")
                 return
 
     def _update_weights(self, engine: RayEngine) -> bool:
         """Return True if the engine has its weights, False if the trainer has lost a rank."""
+        if self._update is None:  # the run has not begun
+            engine.is_lost = False
+            return True
         try:
-            if self._update is not None:
-                self._update(engine)
+            self._update(engine)  # and have it used
         except LostRankError:
             return False
         return True

@@ -35,12 +35,15 @@ class LLMRayActor(VLLMEngine):
         self.settings, self.processor = settings, processor
         self.name, self.run_dir = name, run_dir
 
+    is_started = False
+
     def ready(self) -> str:
         """Start the engine; return the address of its node."""
         redirect_framework_logs(self.run_dir, self.name, capture_streams=True)
         index = own_gpu()
         settings = dict(self.settings, device_ids=[index] if index else None)
         super().__init__(settings, self.processor)
+        self.is_started = True
         return node_address()
 
     def health(self) -> Health:
@@ -55,7 +58,11 @@ class LLMRayActor(VLLMEngine):
         super().receive_bucket(bucket)
 
     async def run(self, method: str, *args: object) -> Any:
-        """Run a method of this class in a thread, while the event loop takes requests."""
+        """Run a method of this class in a thread, while the event loop takes requests; raise
+        LostEngineError if that needs an engine which has not started.
+        """
+        if not self.is_started and method != LLMRayActor.ready.__name__:
+            raise LostEngineError(f"{self.name} has not started")
         return await asyncio.to_thread(getattr(self, method), *args)
 
 
