@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 test -e "$MODEL/README.md" || make real-model
 python examples/results/make_sums.py "$OUT" "$PROMPTS"
-python -m openrlhf.cli.main infer \
+test -e "$OUT/samples.jsonl" || python -m openrlhf.cli.main infer \
     --eval_task generate_vllm --pretrain "$MODEL" --dataset "$OUT/prompts.jsonl" \
     --input_key question --apply_chat_template --prompt_max_len 64 --max_new_tokens 48 \
     --best_of_n 8 --seed "${SEED:-0}" --output_path "$OUT/samples.jsonl"
@@ -38,7 +38,8 @@ train sft boxed --dataset "$OUT/boxed.jsonl" --input_key question --output_key o
 models=$MODEL,$OUT/sft,$OUT/dpo,$OUT/kto,$OUT/boxed
 if [ -e "$TEACHER/config.json" ]; then
     train kd kd --kd_on_policy --teacher_model "$TEACHER" --dataset "$OUT/prompts.jsonl" \
-        --input_key question --generate_max_len 16 --learning_rate 2e-5 --max_epochs 2
+        --input_key question --output_key answer --kd_max_new_tokens 16 \
+        --learning_rate 2e-5 --max_epochs 2
     models=$models,$OUT/kd,$TEACHER
 fi
 python -m openrlhf.cli.main eval "$models" \
