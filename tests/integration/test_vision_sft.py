@@ -276,7 +276,7 @@ main(sys.argv[1:])
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "vision"])
 def test_training_needs_no_torchvision(kind, root, tiny_model_dir, tmp_path):
-    flags = f"--max_samples 32 --train_batch_size 16 --micro_train_batch_size 16 {COLUMNS}"
+    flags = f"--max_samples 32 --max_epochs 1 --train_batch_size 16 {COLUMNS}"
     row = {"prompt": "2+2=", "answer": "4"}
     model, rows = tiny_model_dir, write_jsonl(tmp_path / "rows.jsonl", [row] * 32)
     if kind == "vision":
