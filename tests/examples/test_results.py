@@ -48,13 +48,3 @@ def test_the_script_of_the_offline_methods_trains_and_compares_them(tmp_path: Pa
     for name in ("sft", "dpo", "kto", "boxed"):
         assert (tmp_path / name / "model.safetensors").exists()
         assert f"/{name}" in said.rpartition("pass@1")[2]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_script_of_the_calculator_trains_the_real_model(tmp_path: Path) -> None:
-    env = os.environ | {"OUT": str(tmp_path), "STEPS": "1", "ARGS": "--eval_steps -1"}
-    said = run_command("bash", RESULTS / "calculator.sh", env=env, timeout=560)
-    assert "| question | right | before | after |\n|---|---|---|---|\n| You have a calc" in said
-    records = read_metrics(tmp_path / "rl" / "metrics.jsonl")
-    assert any("extra/calls" in record for record in records)
