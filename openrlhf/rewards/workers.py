@@ -106,6 +106,8 @@ class FunctionPool(RewardSource):
         log = self.log_dir / f"reward-{index}.log" if self.log_dir else Path(os.devnull)
         hint = f" See {log}." if self.log_dir else ""
         try:
+            if index in self.processes and self.processes[index].is_stopped:
+                self.processes[index].kill()  # by somebody, while it had nothing to do
             if index not in self.processes or self.processes[index].is_over:
                 self.processes[index] = await self._start(log.absolute(), hint)
             _rotate(log)

@@ -221,6 +221,13 @@ class WorkerProcess:
         finally:
             answer.cancel()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Return True if the process rests until it is told to go on (SIGSTOP)."""
+        with suppress(psutil.NoSuchProcess):
+            return not self.is_over and is_stopped(psutil.Process(self.pid))
+        return False
+
     def kill(self, why: OSError | None = None) -> None:
         """End the process with all that it has started; its calls raise `why`."""
         self.is_over = True
@@ -292,6 +299,14 @@ def attend(connection: socket.socket, token: str, serve: Serve) -> tuple[LoopThr
     listening = asyncio.run_coroutine_threadsafe(channel.listen(), thread.loop)
     listening.add_done_callback(lambda _: kill_tree(os.getpid()))
     return thread, channel
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    """Return True for a process that rests until it is told to go on (SIGSTOP)."""
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill_tree(pid: int) -> None:

@@ -197,6 +197,14 @@ def test_a_worker_killed_between_two_calls_is_replaced_unseen(make_pool: MakePoo
     assert rewards_of(pool, 1) == [1.0]
 
 
+def test_a_worker_stopped_between_two_calls_is_replaced_unseen(make_pool: MakePool) -> None:
+    pool = make_pool()
+    [worker] = pids_of(pool)
+    psutil.Process(worker).suspend()
+    assert rewards_of(pool, 1) == [1.0]
+    assert pids_of(pool) != [worker] and not psutil.pid_exists(worker)
+
+
 def test_an_exception_is_one_line_with_its_place(make_pool: MakePool) -> None:
     pool = make_pool()
     before = pids_of(pool)

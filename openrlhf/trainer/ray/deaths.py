@@ -47,14 +47,6 @@ def is_dead(process: psutil.Process) -> bool:
         return True
 
 
-def is_stopped(process: psutil.Process) -> bool:
-    """Return True for a process that rests until it is told to go on (SIGSTOP)."""
-    try:
-        return bool(process.status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def death_of_ray(who: str, process: psutil.Process) -> EngineError:
     """Return the error for one of Ray's own processes that has died."""
     try:

@@ -32,7 +32,7 @@ from openrlhf.errors import (
     machine_fault,
 )
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
-from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, is_stopped, ray_processes
+from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, ray_processes
 from openrlhf.trainer.ray.end_after import ending_after_this_process
 from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.restarts import Restarts
@@ -41,6 +41,7 @@ from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Health
 from openrlhf.utils.threads import yield_cores
+from openrlhf.utils.worker_process import is_stopped
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us

@@ -19,7 +19,6 @@ from openrlhf.trainer.ray.deaths import (
     death_of_ray,
     death_of_worker,
     is_dead,
-    is_stopped,
     last_lines,
     latest_log,
 )
@@ -28,6 +27,7 @@ from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
 from openrlhf.utils.progress import Advance, Health, Quiet, progress
+from openrlhf.utils.worker_process import is_stopped
 
 ASK_EVERY_S = 2.0
 LOOK_EVERY_S = 0.2  # at Ray's own processes: soon after their death Ray ends this one too
