@@ -9,33 +9,21 @@ Each measurement is a process of its own; run it on an idle machine.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks import measures
+
 MODEL = Path(__file__).resolve().parents[1] / "models" / "smollm2-135m"
 NUM_PROMPT, NUM_SAMPLES = 50, 8  # tokens of a prompt, samples of one
 MAX_TOKENS = 2048  # of a micro-batch
-REPEATS = 3
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Return the median wall seconds of a call, after one to warm up."""
-    call()
-    times = []
-    for _ in range(REPEATS):
-        start = time.monotonic()
-        call()
-        times.append(time.monotonic() - start)
-    return statistics.median(times)
+seconds = partial(measures.seconds, repeats=3, warm_up=1)
 
 
 def update_s(dtype: str, num_new: int, num_samples: int, folder: Path) -> float:
