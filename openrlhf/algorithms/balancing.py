@@ -51,4 +51,4 @@ def fixed_batches(num_samples: int, batch_size: int) -> list[list[int]]:
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # equal ones in order

@@ -13,7 +13,6 @@ Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Bui
 `commands.train_rl`.
 """
 
-import gc
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +51,7 @@ from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.console import notice
+from openrlhf.utils.memory import collecting_only_new_objects
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.outcome import num_since_best, reward_alone, say_outcome, stopped_early
 from openrlhf.utils.rollout import Rollout
@@ -63,19 +63,6 @@ from openrlhf.utils.threads import load_per_core
 from openrlhf.utils.tracker import Tracker
 
 SAMPLES_EVERY = 10  # steps until samples are shown again
-
-
-@contextmanager
-def collecting_only_new_objects() -> Iterator[None]:
-    """Keep Python's collector off what there is before: the libraries alone are half a million
-    objects, and looking through them takes 0.2 s several times a step.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class PPOTrainer:

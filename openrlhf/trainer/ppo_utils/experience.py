@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
 from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
@@ -61,7 +60,7 @@ class Experience(Batch):
     # B, or empty where no sample has any: encoded, and shared by the samples of a prompt
     images: tuple[tuple[Picture, ...], ...] = ()
     # Columns that are not laid end to end yet: B pieces each
-    pieces: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
+    pieces: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def from_rollouts(
@@ -70,19 +69,17 @@ class Experience(Batch):
         """Return scored rollouts, each with a finite reward, as a batch in pieces. `processor` is
         that of a policy that sees images.
         """
-        token_ids = [r.token_ids.numpy() for r in rollouts]
-        costs_B = lengths_B = torch.tensor([len(ids) for ids in token_ids])
+        costs_B = lengths_B = torch.tensor([r.token_ids.numel() for r in rollouts])
         if processor is not None:
-            is_image = (ids == processor.image_token_id for ids in token_ids)
+            is_image = (r.token_ids == processor.image_token_id for r in rollouts)
             costs_B = lengths_B + torch.tensor([int(each.sum()) for each in is_image])
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
         names = [r.episode_id or f"sample {index}" for index, r in enumerate(rollouts)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         assert torch.isfinite(rewards).all(), "an unscored or non-finite sample reached training"
-        logprobs = [r.logprobs.numpy() for r in rollouts]
         return cls(
             seq_lengths=lengths_B,
-            num_actions=torch.tensor([len(numbers) for numbers in logprobs]),
+            num_actions=torch.tensor([r.logprobs.numel() for r in rollouts]),
             costs=costs_B,
             group_ids=torch.tensor([r.group_id for r in rollouts]),
             episode_ids=torch.tensor([numbers[name] for name in names]),
@@ -91,10 +88,10 @@ class Experience(Batch):
             places=torch.arange(len(rollouts)),
             images=tuple(r.images for r in rollouts) if any(r.images for r in rollouts) else (),
             pieces={
-                "token_ids": token_ids,
-                "action_mask": [r.action_mask.numpy() for r in rollouts],
-                "rollout_logprobs": logprobs,
-                "weight_versions": [r.weight_versions.numpy() for r in rollouts],
+                "token_ids": [r.token_ids for r in rollouts],
+                "action_mask": [r.action_mask for r in rollouts],
+                "rollout_logprobs": [r.logprobs for r in rollouts],
+                "weight_versions": [r.weight_versions for r in rollouts],
             },
         )
 
@@ -137,7 +134,8 @@ class Experience(Batch):
             columns[name] = torch.from_numpy(picked)
         for name, pieces in self.pieces.items():
             taken = [pieces[index] for index in indices] or [pieces[0][:0]]
-            columns[name] = end_to_end(taken, np.int32 if name == "token_ids" else None)
+            column = torch.cat(taken)
+            columns[name] = column.int() if name == "token_ids" else column
         images = tuple(self.images[index] for index in indices) if self.images else ()
         return Experience(**columns, images=images)
 
@@ -182,7 +180,7 @@ class Experience(Batch):
         """Return the samples of every episode."""
         owner_B, first_E = self.episode_of
         if len(first_E) == len(owner_B):
-            return [[index] for index in range(len(owner_B))]
+            return np.arange(len(owner_B))[:, None].tolist()
         members: list[list[int]] = [[] for _ in range(len(first_E))]
         for index, episode in enumerate(owner_B.tolist()):
             members[episode].append(index)
@@ -242,15 +240,10 @@ def offsets_of(sizes: Tensor) -> list[int]:
     return list(accumulate(sizes.tolist(), initial=0))
 
 
-def end_to_end(pieces: Sequence[np.ndarray], dtype: DTypeLike = None) -> Tensor:
-    """Return flat pieces as one tensor, of their dtype or another. By numpy: it puts what is large
-    on huge pages, and its slices are nothing that Python's collector looks at.
-    """
-    return torch.from_numpy(np.concatenate(pieces, dtype=dtype, casting="same_kind"))
-
-
 def _pieces(array: np.ndarray, offsets: Sequence[int], indices: Sequence[int]) -> np.ndarray:
-    """Return the pieces at `indices` of a flat array, end to end, in memory of their own."""
+    """Return the pieces at `indices` of a flat array, end to end, in memory of their own. By numpy,
+    whose slices are nothing that Python's collector looks at.
+    """
     parts = [array[offsets[index] : offsets[index + 1]] for index in indices]
     return np.concatenate(parts) if parts else array[:0].copy()
 
@@ -282,4 +275,4 @@ def scatter_back(
             start, end = end, end + lengths[index]
             pieces[index] = array[start:end]
         assert end == len(array), "a part has an entry for each of its samples"
-    return end_to_end(pieces)
+    return torch.from_numpy(np.concatenate(pieces))

@@ -25,6 +25,7 @@ from openrlhf.trainer.ray.watch import (
     WatchedRank,
     WatchedRay,
 )
+from openrlhf.utils.memory import keep_freed_memory
 from openrlhf.utils.progress import progress, saying_what_is_awaited
 
 
@@ -35,6 +36,7 @@ def ray_cluster(
     """Start groups and engines as actors on the Ray cluster; end them at last, and give their
     places back.
     """
+    keep_freed_memory()
     with ray_session() as session, ExitStack() as stack:
 
         def at_the_end(call: Callable[..., object], *args: object) -> None:
