@@ -8,10 +8,12 @@ GRPO with a reference.
 
 import argparse
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -135,11 +137,34 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
     }
 
 
+def measured(num_samples: int, num_ranks: int) -> dict[str, float]:
+    """Return what `step_s` finds in a process of its own, for the sake of its memory."""
+    words = ["--samples", str(num_samples), "--ranks", str(num_ranks)]
+    run = [sys.executable, "-m", "benchmarks.controller", *words]
+    line = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    return {name: float(value) for name, value in (word.split("=") for word in line.split())}
+
+
+def draw(found: dict[tuple[int, int], dict[str, float]], picture: Path) -> None:
+    """Draw the time for 100 samples over their number, a line for each number of ranks."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")
+    for num_ranks in sorted({ranks for _, ranks in found}):
+        points = [(n, row["ms_per_100"]) for (n, ranks), row in found.items() if ranks == num_ranks]
+        axes.plot(*zip(*points, strict=True), "o-", label=f"{num_ranks} ranks")
+    axes.axhline(2, color="gray", linestyle=":", label="goal")
+    axes.set(xscale="log", ylim=(0, None), xlabel="samples of a step", ylabel="ms for 100 samples")
+    axes.legend()
+    figure.savefig(picture, dpi=90, pil_kwargs={"optimize": True})
+
+
 def main() -> None:
-    """Print a row for each size; each runs in a process of its own for the sake of its memory."""
+    """Print a row of docs/speed.md for each size, in ms for 100 samples."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 128, 512])
+    parser.add_argument("--picture", type=Path, help="PNG of the curve")
     args = parser.parse_args()
     if len(args.samples) * len(args.ranks) == 1:
         keep_freed_memory()
@@ -150,14 +175,15 @@ def main() -> None:
         found["memory_over_columns"] = sum(step["memory_over_columns"] for step in steps)
         print(" ".join(f"{name}={value:.3g}" for name, value in found.items()))
         return
-    import subprocess
-
+    rows = {}
     for samples in args.samples:
         for ranks in args.ranks:
-            words = ["--samples", str(samples), "--ranks", str(ranks)]
-            run = [sys.executable, "-m", "benchmarks.controller", *words]
-            line = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
-            print(f"samples={samples} ranks={ranks} {line}", flush=True)
+            row = rows[samples, ranks] = measured(samples, ranks)
+            *parts, total, memory = row.values()
+            cells = [f"{part * 1e5 / samples:.1f}" for part in parts] + [f"{total:.1f}"]
+            print(f"| {samples:,} | {ranks} | {' | '.join(cells)} | {memory:.1f} |", flush=True)
+    if args.picture:
+        draw(rows, args.picture)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,19 @@ def test_the_script_of_sums_trains_the_real_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_script_of_methods_trains_with_each_and_compares_them(tmp_path: Path) -> None:
+    sizes = {"STEPS": "1", "SEEDS": "0", "METHODS": "reinforce dynamic"}
+    env = os.environ | sizes | {"OUT": str(tmp_path)}
+    said = run_command("bash", RESULTS / "methods.sh", env=env, timeout=800)
+    *_, reinforce, dynamic = said.splitlines()
+    for row, method in ((reinforce, "reinforce"), (dynamic, "dynamic")):
+        name, rates, end, seeds, steps, seconds = row.strip("| ").split(" | ")
+        assert name == method and rates.startswith("0.10 → ") and seeds == end.split()[0]
+        assert steps == "1" and float(seconds) > 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_script_of_the_offline_methods_trains_and_compares_them(tmp_path: Path) -> None:
     env = os.environ | {"OUT": str(tmp_path), "PROMPTS": "24", "TEACHER": str(tmp_path / "none")}
