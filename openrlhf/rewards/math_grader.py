@@ -86,28 +86,26 @@ def math_equal(answer: str, truth: str) -> bool:
 
 def _equal_in_time(answer: str, truth: str) -> bool:
     """Compare for LIMIT_S at most."""
+    is_running = True
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise _TooSlow
+        if is_running:
+            raise _TooSlow
 
     before, clock = signal.signal(signal.SIGALRM, stop), (0.0, 0.0)
     try:
-        # Again and again, if a library swallows it.
-        clock = signal.setitimer(signal.ITIMER_REAL, LIMIT_S, 0.2)
-        return _equal(answer, truth)
+        try:
+            # Again and again, if a library swallows it.
+            clock = signal.setitimer(signal.ITIMER_REAL, LIMIT_S, 0.2)
+            return _equal(answer, truth)
+        finally:
+            is_running = False  # before anything else: it may ring at any call
     except _TooSlow:
         return False
     finally:
-        _stop_clock()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, *clock)
-
-
-def _stop_clock() -> None:
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except _TooSlow:  # it rang once more
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def grade_answer(given_answer: str | None, ground_truth: object) -> bool:

@@ -112,6 +112,16 @@ def test_nothing_raises_or_takes_long(
     assert signal.getsignal(signal.SIGALRM) == handler
 
 
+def test_a_clock_that_rings_again_at_once_is_heard_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, handler = signal.setitimer, signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(math_grader, "LIMIT_S", 0.001)
+    monkeypatch.setattr(
+        signal, "setitimer", lambda kind, first_s, then_s=0.0: ring(kind, first_s, then_s / 1000)
+    )
+    assert not any(math_equal(r"\boxed{9^{9^{9}}}", "9^{9^{9}}+1") for _ in range(300))
+    assert signal.getsignal(signal.SIGALRM) == handler
+
+
 def in_thread(*pair: str) -> bool:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(math_equal, *pair).result()
