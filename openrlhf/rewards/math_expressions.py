@@ -69,6 +69,12 @@ UNIT = re.compile(
     r"(?:(?<=[\s\d)}°/·]))(?:(?<![^\W\d_])(?<!\\)(?:[^\W\d_]+|°\s*[CF]?)(?:\s*\^\s*\{?-?\d\}?)?[\s/·.]*)+$"
 )
 SINGLE_LETTER_UNITS = set("mgshLlJNVWKCFA")
+OPERATOR = re.compile(r"(?:[-+*/=^_(<>,|]|\\(?!pi|circ|infty)[A-Za-z]+)\s*$")
+# Of two letters or more without a vowel, or of the names of variables alone: 5xy, 12 abc.
+PRODUCT = re.compile(
+    r"(?<![^\W\d_])(?!(?:of|sq|cu|st|nd|rd|th|am|pm)(?![a-z]))(?:[a-z]{2}|[b-df-hj-np-tv-z]{2,}|[a-dxyz]{2,})(?![^\W\d_])",
+    re.IGNORECASE,
+)
 NO_UNIT = re.compile(
     rf"\b(?:{FUNCTIONS}|or|and|not|is|are|more|less|at|if|when|to|than|maybe|x|in|infty|le|ge)\b"
 )
@@ -90,6 +96,19 @@ UNIT_NAMES = {
     "lb": "pound",
     "deg": "° degree",
     "unit": "",
+    "mg": "milligram",
+    "hz": "hertz",
+    "pa": "pascal",
+    "kpa": "kilopascal",
+    "kw": "kilowatt",
+    "kwh": "kilowatt-hour",
+    "ms": "millisecond",
+    "kb": "kilobyte",
+    "mb": "megabyte",
+    "gb": "gigabyte",
+    "oz": "ounce",
+    "yd": "yard",
+    "day": "",
     "dollar": "usd buck",
     "yuan": "元 rmb",
     "km/h": "kph",
@@ -222,27 +241,32 @@ def _parted(text: str) -> tuple[str, str]:
     if base := BASE.search(text):
         return text[: base.start()], f"base {base[1] or base[2]}"
     found = UNIT.search(text)
-    if not found or not re.search(r"\d|pi", text[: found.start()]):
+    value = text[: found.start()] if found else ""
+    if not found or not re.search(r"\d|pi", value) or OPERATOR.search(value):
         return text, ""
     unit = found[0].strip(" .")
-    # 5 m is a length, 5m and 5 x are products.
+    # 5 m is a length, 5m, 5 x and x + 5 m are products.
     letters = set(VARIABLE.findall(unit))
-    is_product = letters - SINGLE_LETTER_UNITS or (
-        unit[0] in letters and text[found.start() - 1] != " "
-    )
-    if NO_UNIT.search(unit) or is_product:
+    is_glued = unit[0] in letters and value[-1] != " "
+    is_product = letters - SINGLE_LETTER_UNITS or is_glued or (letters and VARIABLE.search(value))
+    if NO_UNIT.search(unit) or is_product or any(map(_is_unknown, PRODUCT.finditer(unit))):
         return text, ""
     unit = re.sub(r"\b(?:square|sq)\.?\s+(\w+)", r"\1^2", unit.lower())
     unit = re.sub(r"\b(?:cubic|cu)\.?\s+(\w+)", r"\1^3", unit)
     unit = re.sub(r"\s+per\s+", "/", unit)
     names = re.sub(r"[{}\s]", "", re.sub(r"[^\W\d_]+|°", _canonical, unit))
-    return text[: found.start()].strip(), names
+    return value.strip(), names
 
 
 def _canonical(found: re.Match[str]) -> str:
     name = found[0]
     singular = name.removesuffix("s") if len(name) > 2 else name
     return CANONICAL.get(name) or CANONICAL.get(singular) or singular
+
+
+def _is_unknown(found: re.Match[str]) -> bool:
+    name = found[0].lower()
+    return name not in CANONICAL and name.removesuffix("s") not in CANONICAL
 
 
 def _number(text: str) -> Number | None:

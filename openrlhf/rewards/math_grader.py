@@ -33,6 +33,7 @@ LETTERS = re.compile(
 LABELLED = re.compile(
     r"\W*(?:(?i:option|choice|answer)\W+)?\(?([A-J])(?:\s*[).:]|\s+(?=[\d$\\]))(.+)"
 )
+NAME = re.compile(r"(?:[A-Z]\.\s*){2,}[A-Z][a-z]")  # J. K. Rowling
 DENIED = re.compile(
     r"(?:\b(?:not|cannot|never|except|neither)\b|n['’]t\b|\b(?:rather|other) than\b|\binstead of\b"
     r"|不是|\\(?:ne|neg|lnot|not)(?![A-Za-z])|¬).*?(?=\bbut\b|[,;]|\.(?!\d)|$)",
@@ -47,10 +48,16 @@ VERB = re.compile(
     r".*(?:\b(?:is|are|was|be|equals|choose|pick|so|thus|hence|therefore)\b|[:=]),?", re.IGNORECASE
 )
 YES_OR_NO = re.compile(r"\b(?:yes|no|true|false)\b", re.IGNORECASE)
+# Not "no idea" or "no one knows".
+SAYS_YES_OR_NO = re.compile(
+    r"(?:yes|no|true|false)(?:\s*(?:[.,;:!—-]|$)|\s+(?:it|they|he|she|we|there|this|that|the|because)\b)",
+    re.IGNORECASE,
+)
 ITEM_END = re.compile(r",\s*and\b|,|&|\band\b")
+INITIAL = re.compile(r"\b([a-z])\.\s*(?=[a-z]\b)")
 TRIVIA = re.compile(r"\b(?:the|an?) |[\"'“”‘’().!?*{}]")
 PROSE = re.compile(
-    rf"(?<![\\A-Za-z{{])(?!(?:{FUNCTIONS}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}['’]?[a-z]*(?:\^\{{?\d\}}?)?"
+    rf"(?<![\\A-Za-z{{\d])(?!(?:{FUNCTIONS}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}['’]?[a-z]*(?:\^\{{?\d\}}?)?"
     r"|[=-]>|[→⇒∴•]|\\(?:implies|to|Rightarrow|rightarrow|therefore)(?![A-Za-z])"
     r"|(?<=\s)[aAI](?= [A-Za-z]{2})|[\u3400-\u9fff]+|[?\"“”]|:(?!\d)|\.(?!\d)"
 )
@@ -59,7 +66,20 @@ UNIT_AFTER = re.compile(
     re.IGNORECASE,
 )
 BOUND = re.compile(
-    r"\b(?:than|at (?:most|least)|between|up to|far from|below|above|under|over)\s*$", re.IGNORECASE
+    r"\b(?:than|at (?:most|least)|between|up to|far from|below|above|under|over|twice|double|triple"
+    r"|(?:half|third|quarter|root|square|cube|power|reciprocal|inverse|opposite|logarithm|factorial)"
+    r"\s+of)\s*$",
+    re.IGNORECASE,
+)
+# Between a value and one that only explains it: 18 dollars for 3 shirts, 5 (see step 2).
+ASIDE = re.compile(
+    r"\s*(?:[a-z]+\s+)?(?:(?:in )?total\s+)?(?:for|in|at|after|from|with|per|on|by|when|over)"
+    r"(?:\s+(?:the|all|each|every))?\s*",
+    re.IGNORECASE,
+)
+REMARK = re.compile(
+    r".*(?:\(\s*[a-z]{2,}[^()]*|\b(?:step|equation|part|line|figure|table|rounded to)\s*\(?)",
+    re.IGNORECASE,
 )
 SEQUENCE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}|[A-Z](?: [A-Z])+")  # 2024-01-31, 21-15, W L W
 VALUE = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
@@ -150,9 +170,12 @@ def _equal(answer: str, truth: str) -> bool:
     said = [plain_math(text[-MAX_ANSWER:]) for text in texts]
     if not truth or len(truth) > MAX_ANSWER or (is_boxed and len(texts[0]) > MAX_ANSWER):
         return bool(truth) and plain_math(texts[0]) == truth
-    labelled = LABELLED.fullmatch(truth)
+    labelled = None if NAME.match(truth) else LABELLED.fullmatch(truth)
     if labelled or LETTERS.fullmatch(truth):
         chosen = next((letters for text in said if (letters := _chosen(text))), set())
+        own = LABELLED.fullmatch(said[0]) if is_boxed and labelled else None
+        if own and labelled and not _same_content(own[2], labelled[2]):
+            return False
         if chosen or not labelled:
             return chosen == _chosen(truth)
         truth = labelled[2].strip()
@@ -161,6 +184,11 @@ def _equal(answer: str, truth: str) -> bool:
     if not is_boxed:
         said[0] = next((value for text in said if (value := _value(text, truth))), "")
     return same_mathematics(said[0], truth) or _all_same(said[0], truth)
+
+
+def _same_content(given: str, truth: str) -> bool:
+    """Return True if two choices of one letter are the same: (C) 1/2 and C. 0.5."""
+    return _same_words(given, truth) or same_mathematics(given, truth)
 
 
 def _chosen(text: str) -> set[str]:
@@ -193,7 +221,8 @@ def _is_words(truth: str) -> bool:
 
 def _same_words(given: str, truth: str) -> bool:
     """Compare the items of two texts; those that the truth joins by `and` have no order."""
-    texts = [re.sub(r" *([-/]) *", r"\1", TRIVIA.sub("", t.casefold())) for t in (given, truth)]
+    texts = [INITIAL.sub(r"\1", text.casefold()) for text in (given, truth)]
+    texts = [re.sub(r" *([-/]) *", r"\1", TRIVIA.sub("", text)) for text in texts]
     items, wanted = ([" ".join(item.split()) for item in ITEM_END.split(text)] for text in texts)
     return items == wanted or (" and " in truth and sorted(items) == sorted(wanted))
 
@@ -212,7 +241,7 @@ def _phrases(text: str, is_boxed: bool) -> Iterator[str]:
         if not DENIED.search(part[:end]):
             yield part[end:].strip(" ,")
     said = {word.lower() for word in YES_OR_NO.findall(text)}
-    if len(said) == 1 and YES_OR_NO.match(text):
+    if len(said) == 1 and SAYS_YES_OR_NO.match(text):
         yield said.pop()
 
 
@@ -230,17 +259,26 @@ def _value(text: str, truth: str) -> str:
         return ""
     starts = [0, *(found.end() for found in PROSE.finditer(text))]
     ends = [*(found.start() for found in PROSE.finditer(text)), len(text)]
-    values = []
+    is_hedged = bool(HEDGE.search(text))
+    values: list[str] = []
+    last_end, is_said = 0, False
     for start, end in zip(starts, ends, strict=True):
         value = re.sub(
             r"^(?:[\s,;)]|and\b|or\b)+|(?:[\s,;(/=+*-]|\band|\bor)+$", "", text[start:end]
         )
         if value.count("{") != value.count("}"):
             value = value.strip("{}")
-        if VALUE.search(value) and not BOUND.search(text[:start]):
-            unit = UNIT_AFTER.match(text, end)
-            values.append(f"{value} {unit[0]}" if unit else value)
+        before = text[:start].strip()
+        if not VALUE.search(value) or BOUND.search(before):
+            continue
+        between, last_end = text[last_end:start], text.index(value, start) + len(value)
+        is_aside = (is_said and ASIDE.fullmatch(between)) or REMARK.fullmatch(between)
+        if values and is_aside and "and" not in value and not is_hedged:
+            continue
+        unit = UNIT_AFTER.match(text, end)
+        is_said = bool(not before or unit or VERB.fullmatch(before))
+        values.append(f"{value} {unit[0]}" if unit else value)
     values = [value for value in values if len(value) > 1 or value.isdigit()] or values
-    if HEDGE.search(text):
+    if is_hedged:
         return " or ".join(values)
     return values[-1] if values else ""

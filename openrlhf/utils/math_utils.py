@@ -16,7 +16,10 @@ ANNOUNCED = re.compile(
     r"|\b(?:answers?|solutions?)\b(?:(?!not\b|n['’]t)[^.\n:=]|\.\d){0,60}?(?:\bis\b|\bare\b|\bbe\b|[:：=]|\n)",
     re.IGNORECASE,
 )
-SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\\$(\[*]|$)|。|\n|</")
+SENTENCE = re.compile(  # which does not end within J. K. Rowling
+    r"(?<=[.!?])(?<!\b[A-Z]\. [A-Z]\.)(?<!\s[A-Z]\.[A-Z]\.)\s+(?!(?<=\b[A-Z]\.\s)[A-Z]\.)"
+    r"(?=[A-Z\\$(\[*]|$)|。|\n|</"
+)
 
 # Signs that mathematics writes in many ways.
 VULGAR, SUPER, SUB = re.compile("[¼-¾⅐-⅞]"), re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), re.compile("[₀-₉]+")
@@ -28,6 +31,29 @@ FUNCTIONS = "sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|pi"
 TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|[br]m)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
+# Words before and after a number that make another number of it.
+POWERS = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9}
+POWERS |= {"trillion": 12, "百万": 6, "千万": 7, "万": 4, "亿": 8}
+POWERS |= {"tenth": -1, "hundredth": -2, "thousandth": -3}
+PARTS = {"halves": 2, "thirds": 3, "fourths": 4, "fifths": 5, "sixths": 6, "sevenths": 7}
+PARTS |= {"eighths": 8, "ninths": 9}
+OPERATORS = {"minus|negative": "-", "plus": "+", r"times|multiplied by": r"\\times "}
+OPERATORS |= {"divided by": "/", "(?:raised )?to the power of": "^"}
+NUMBER_WORDS = [
+    *((rf"(?<!\\)\b(?:{words})\s+(?=[\d.$\\(])", sign) for words, sign in OPERATORS.items()),
+    *(
+        (rf"(\d\$?)[\s-]*{word}s?(?![A-Za-z])", rf"\1\\times 10^{{{n}}}")
+        for word, n in POWERS.items()
+    ),
+    *((rf"(\d)[\s-]{word}\b", rf"\1/{n}") for word, n in PARTS.items()),
+    (r"(\d\$?)[\s-]*dozens?\b", r"\1\\times 12"),
+    (r"(?<=[\d)}$])\s+squared\b", "^2"),
+    (r"(?<=[\d)}$])\s+cubed\b", "^3"),
+    (r"(?<=\d)\s+factorial\b", "!"),
+    (r"(\d+) choose (\d+)", r"\\binom{\1}{\2}"),
+    (r"\b(?:the )?square root of ([\d.]*\d)", r"\\sqrt{\1}"),
+    (r"\b(?:the )?cube root of ([\d.]*\d)", r"\\sqrt[3]{\1}"),
+]
 PLAIN = [
     (re.compile(pattern), plain)
     for pattern, plain in [
@@ -53,6 +79,7 @@ PLAIN = [
         (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset "),
         (r"\b([ap])\.\s?m\.?(?![A-Za-z])", r"\1m"),
         (r"\s+", " "),
+        *NUMBER_WORDS,
     ]
 ]
 
