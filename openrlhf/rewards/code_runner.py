@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,14 +45,21 @@ def run_python(
 
 
 def passes_tests(
-    program: str, tests: str, *, timeout_s: float = 5.0, memory_mib: int = 512
+    program: str,
+    tests: str | Sequence[str] | None,
+    *,
+    timeout_s: float = 5.0,
+    memory_mib: int = 512,
 ) -> bool:
     """Return True if all tests pass and at least one check was executed.
 
-    Tests are assert statements, `test_…` functions as pytest runs them, and unittest classes. They
-    see the names of the program, which they can also import from `solution`. Raise ValueError if
-    they check nothing, whatever the program is, or cannot be executed.
+    Tests are assert statements, `test_…` functions as pytest runs them, and unittest classes, in
+    one text or a list of them. They see the names of the program, which they can also import from
+    `solution`. Raise ValueError if they check nothing, whatever the program is, or cannot be
+    executed.
     """
+    if not isinstance(tests, str):
+        tests = "" if tests is None else "\n".join(tests)
     number, _, problem = _run(program, "", tests, timeout_s, memory_mib)[3].partition(" ")
     if problem:
         raise ValueError(f"the tests {tests[:60]!r} cannot be used: {problem}")

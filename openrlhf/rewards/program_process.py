@@ -31,7 +31,7 @@ from functools import partial
 from os import _exit, write
 from pathlib import Path
 from signal import pause
-from types import CodeType, CoroutineType, GeneratorType, ModuleType
+from types import CodeType, CoroutineType, GeneratorType, ModuleType, SimpleNamespace
 from typing import Any
 
 # The functions of this file keep Python's own functions when a program replaces them.
@@ -67,7 +67,10 @@ HIDDEN_EVENTS = """
     ctypes.call_function os.fork os.forkpty sys.monitoring.register_callback
 """
 OF_TESTS = ("unittest", "pytest", "_pytest")
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+# Names that reach those of the program.
+REACHING = {"eval", "exec", "compile", "globals", "locals", "vars", "__import__", "__builtins__"}
 COUNT = "count a check"  # no program can write this name
 VERDICT = MAX_FILES - 1  # the descriptor; no object that the fork has copied closes this number
 HIDDEN_NAMES = "tb_frame gi_frame cr_frame ag_frame f_code gi_code cr_code ag_code"
@@ -299,7 +302,7 @@ def is_check(node: ast.AST) -> bool:
         case ast.Try(body=[*_, last]):  # which is not to be reached
             return is_check(last) and not is_open(last)
         case ast.Expr(ast.Call(func=ast.Name(name) | ast.Attribute(attr=name))):
-            return name.startswith(("assert", "fail"))
+            return name.startswith(("assert", "fail", "raises"))
         case ast.With(items=[ast.withitem(ast.Call(func=function))]):
             return ast.unparse(function).rpartition(".")[2].startswith(("assert", "raises"))
     return False
@@ -321,33 +324,65 @@ def swallowed(node: ast.AST) -> Iterator[ast.Assert]:
                     yield part
 
 
-def is_test(node: ast.AST) -> bool:
-    """Return True for a test function that does something."""
-    is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    calls = (isinstance(part, ast.Call) for part in ast.walk(node))
-    return is_function and node.name.startswith("test") and any(calls)
+def is_answer(node: ast.AST) -> bool:
+    """Return True for a test function that returns its result."""
+    is_function = isinstance(node, FUNCTIONS) and node.name.startswith("test")
+    values = (part.value for part in ast.walk(node) if isinstance(part, ast.Return))
+    return is_function and any(values)
 
 
 def require_checks(tree: ast.Module) -> None:
-    """Raise ValueError if nothing that is executed checks anything, whatever the program is."""
+    """Raise ValueError if nothing that is executed checks anything, whatever the program is, or if
+    fixtures are needed.
+    """
+    for statement in tree.body:
+        marks = getattr(statement, "decorator_list", [])
+        is_class = isinstance(statement, ast.ClassDef) and statement.name.startswith("Test")
+        for function in statement.body if is_class else [statement]:
+            if isinstance(function, FUNCTIONS):
+                require_no_fixtures(function, marks if is_class else [], int(is_class))
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for statement in tree.body:
         match statement:
             case ast.If(test=ast.Compare(left=ast.Name("__name__"))):
                 continue  # for those who execute the file
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                if name.startswith("test") and statement.args.args and not statement.decorator_list:
-                    raise ValueError(f"{name} has arguments: fixtures are not supported")
                 if name not in named and not name.startswith("test"):
                     continue
-        if any(is_check(node) or is_test(node) for node in ast.walk(statement)):
+        if any(is_check(node) or is_answer(node) for node in ast.walk(statement)):
             return
     raise ValueError("they check nothing. Add assert statements or test functions")
 
 
+def require_no_fixtures(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, marks: list[ast.expr], num_own: int
+) -> None:
+    """Raise ValueError for a fixture, and for a test that needs one: it has an argument that no
+    mark gives. Decorators that are no marks may give any.
+    """
+    marks = [*function.decorator_list, *marks]
+    texts = [ast.unparse(mark) for mark in marks]
+    if found := [text for text in texts if "fixture" in text]:
+        raise ValueError(f"{function.name} has {found[0]}: fixtures are not supported")
+    if not function.name.startswith("test") or not all("mark." in text for text in texts):
+        return
+    names = function.args.args[num_own : len(function.args.args) - len(function.args.defaults)]
+    given = (
+        node.value
+        for mark in marks
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith(".parametrize")
+        for node in ast.walk([*mark.args, *(keyword.value for keyword in mark.keywords)][0])
+        if isinstance(node, ast.Constant)
+    )
+    missing = {name.arg for name in names} - set(" ".join(given).replace(",", " ").split())
+    if missing:
+        told = ", ".join(sorted(missing))
+        raise ValueError(f"{function.name} has arguments: fixtures are not supported: {told}")
+
+
 def parted(tree: ast.Module) -> tuple[CodeType, CodeType]:
     """Return the code of the tests' imports, and of the rest with a count after each check, at the
-    start of a test function that has none, and where an assert fails unheard.
+    start of a test function that returns its result, and where an assert fails unheard.
     """
     imports = [node for node in tree.body if is_import(node)]
     rest = ast.Module([node for node in tree.body if node not in imports], [])
@@ -358,7 +393,7 @@ def parted(tree: ast.Module) -> tuple[CodeType, CodeType]:
     for node in list(ast.walk(rest)):
         for part in swallowed(node):
             part.msg = failed.value
-        if is_test(node) and not any(map(is_check, ast.walk(node))):
+        if is_answer(node) and not any(map(is_check, ast.walk(node))):
             node.body.insert(0, count)
         for name in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(node, name, None), list):
@@ -386,17 +421,29 @@ def load(job: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
-def execute(name: str, tests: Any, count: list[int]) -> None:
-    """Execute a function or class as pytest does, if it is one of tests."""
+def under_test(tree: ast.Module) -> set[str]:
+    """Return the name of Python's that a function under test has, such as `sum`: the only name that
+    the tests use. So no name by which tests judge comes from the program.
+    """
+    nodes = list(ast.walk(tree))
+    if any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes):
+        return set()
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    own = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.name for node in nodes if isinstance(node, DEFINITIONS)}
+    used = {node.id for node in names} - own
+    return used - REACHING if len(used) == 1 else set()
+
+
+def execute(name: str, module: SimpleNamespace, count: list[int]) -> None:
+    """Execute a function or class of a module as pytest does, if it is one of tests."""
+    tests = getattr(module, name)
     if not isinstance(tests, type):
         for arguments in parameters(tests) if name.startswith("test") else ():
-            outcome = tests(**arguments)
-            if type(outcome) is CoroutineType:
-                run_coroutine(outcome)
-            elif type(outcome) is GeneratorType:
-                raise TypeError("a test that yields is not executed")
-            elif outcome is not None and not outcome:
-                raise AssertionError
+            prepare(module, "setup_function", tests)
+            call(tests, arguments)
+            prepare(module, "teardown_function", tests)
     elif "TestCase" in [kind.__name__ for kind in tests.__mro__]:
         result = unittest.TestResult()
         unittest.TestLoader().loadTestsFromTestCase(tests).run(result)
@@ -404,18 +451,44 @@ def execute(name: str, tests: Any, count: list[int]) -> None:
             raise AssertionError
         count += [1] * (result.testsRun - len(result.skipped))
     elif name.startswith("Test"):
-        for method in dir(tests):
-            if method.startswith("test"):
+        prepare(tests, "setup_class", tests)
+        for method in filter(lambda name: name.startswith("test"), dir(tests)):
+            for arguments in parameters(getattr(tests, method), tests):
                 instance = tests()
-                getattr(instance, "setup_method", dict)()
-                execute(method, getattr(instance, method), count)
-                getattr(instance, "teardown_method", dict)()
+                function = getattr(instance, method)
+                prepare(instance, "setup_method", function)
+                call(function, arguments)
+                prepare(instance, "teardown_method", function)
+        prepare(tests, "teardown_class", tests)
 
 
-def parameters(function: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Return the arguments of every call of a test function, as pytest's marks have them."""
+def prepare(owner: Any, name: str, argument: Any) -> None:
+    """Call the function that pytest calls before or after tests, if there is one, with the
+    argument if it takes one.
+    """
+    function = getattr(owner, name, None)
+    if function is not None:
+        num_arguments = function.__code__.co_argcount - hasattr(function, "__self__")
+        function(*[argument][:num_arguments])
+
+
+def call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Call a test function; raise what it raises, and AssertionError if it returns False."""
+    outcome = function(**arguments)
+    if type(outcome) is CoroutineType:
+        run_coroutine(outcome)
+    elif type(outcome) is GeneratorType:
+        raise TypeError("a test that yields is not executed")
+    elif outcome is not None and not outcome:
+        raise AssertionError
+
+
+def parameters(function: Callable[..., Any], owner: Any = None) -> list[dict[str, Any]]:
+    """Return the arguments of every call of a test function, as pytest's marks of it and of its
+    class have them.
+    """
     calls: list[dict[str, Any]] = [{}]
-    for mark in getattr(function, "pytestmark", []):
+    for mark in [*getattr(function, "pytestmark", []), *getattr(owner, "pytestmark", [])]:
         if mark.name == "skip" or (mark.name == "skipif" and mark.args[0]):
             return []
         if mark.name == "parametrize":
@@ -438,25 +511,30 @@ def test(job: dict[str, Any], usual: dict[str, Any]) -> None:
     try:
         own = sys.modules["builtins"] = ModuleType("builtins")  # the program's, and its tests'
         vars(own).update(vars(builtins))
-        names = {"__name__": "tests", "__builtins__": dict(__builtins__), COUNT: count.append}
+        names = vars(module := ModuleType("tests"))
+        names |= {"__builtins__": dict(__builtins__), COUNT: count.append}
         try:
             require_checks(tree := ast.parse(job["tests"], "tests"))
+            tested = under_test(tree)
             imports, rest = parted(tree)
             exec(imports, names)
         except (ImportError, SyntaxError, ValueError) as error:  # theirs, whatever the program is
             problem = str(error)
             raise
-        taken = names.keys() | __builtins__.keys()
+        taken = names.keys() | (__builtins__.keys() - tested)
         imported = [vars(module) for module in names.values() if type(module) is ModuleType]
         before = [dict(module) for module in imported]
         hide()
         names |= {n: value for n, value in load(job, usual).items() if n not in taken}
-        for module, kept in zip(imported, before, strict=True):
-            module.update(kept)  # what the program has replaced in there
+        for of_module, kept in zip(imported, before, strict=True):
+            of_module.update(kept)  # what the program has replaced in there
         exec(rest, names)
-        for node in tree.body:
-            if isinstance(node, DEFINITIONS):
-                execute(node.name, names[node.name], count)
+        defined = [node.name for node in tree.body if isinstance(node, DEFINITIONS)]
+        tests = SimpleNamespace(**{name: names[name] for name in defined})
+        prepare(tests, "setup_module", module)
+        for name in defined:
+            execute(name, tests, count)
+        prepare(tests, "teardown_module", module)
         passed = all(vars(builtins)[name] is value for name, value in __builtins__.items())
     finally:
         number = len(count) if passed and all(count) else 0

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 FENCE = re.compile(r"(\s*)(`{3,}|~{3,})[ \t]*\{?\.?([^\s`{}]*)[^`]*")
+OPENED = re.compile(r"[^`]*[^`\s][^`]*(`{3,})[ \t]*([A-Za-z][\w+#-]*)\s*")  # behind words
 NAMES = {"python": {"python", "python3", "py", "py3"}}
 
 
@@ -50,11 +51,15 @@ def code_block(text: str, language: str = "python") -> str | None:
     blocks: dict[bool, str] = {}
     indent, fence, name, lines = "", "", "", list[str]()
     for line in re.split(r"\r?\n", text):
-        found = FENCE.fullmatch(line)
+        found, opened = FENCE.fullmatch(line), OPENED.fullmatch(line)
         if not fence and found:
             indent, fence, name = found[1], found[2], found[3].lower()
             lines = []
-        elif fence and re.fullmatch(rf"\s*{fence}{fence[0]}*\s*", line):
+        elif not fence and opened:
+            indent, fence, name, lines = "", opened[1], opened[2].lower(), []
+        elif fence and (closed := re.fullmatch(rf"(.*?){fence}{fence[0]}*\s*", line)):
+            if closed[1].strip():
+                lines.append(closed[1].removeprefix(indent) + "\n")
             if name in names or not name:
                 blocks[bool(name)] = "".join(lines)
             fence = ""

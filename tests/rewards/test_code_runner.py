@@ -52,6 +52,23 @@ class TestDouble:
     def setup_method(self): self.three = 3
     def test_three(self): assert solution.double(self.three) == 6
 """,
+    "what stands before the tests of a class and a module": """
+import pytest
+def setup_module(module): module.three = 3
+def setup_function(): global four; four = 4
+def test_three(): assert double(three) == 6 and double(four) == 8
+@pytest.mark.parametrize("sign", [1, -1])
+class TestDouble:
+    def setup_class(self): self.five = 5
+    def setup_method(self, method): self.name = method.__name__
+    def test_five(self, sign): assert double(self.five * sign) == 10 * sign
+    @pytest.mark.parametrize(["x", "twice"], [(3, 6)])
+    def test_x(self, x, twice, sign): assert double(x) == twice and self.name == "test_x"
+class TestOthers:
+    @classmethod
+    def setup_class(cls): cls.six = 6
+    def test_six(self, more=0): assert double(self.six + more) == 12
+""",
     "parameters": """
 import pytest
 from solution import *
@@ -122,6 +139,12 @@ def test_a_right_program_passes_and_a_wrong_one_does_not(form):
         "def check(candidate):\n    assert candidate(2) == 4",
         "if __name__ == '__main__':\n    assert double(2) == 4",
         "import unittest\nclass Tests(unittest.TestCase):\n    pass",
+        "def test_double():\n    print(double(2))",
+        "import unittest\nclass Tests(unittest.TestCase):\n    def test_a(self): double(2)",
+        "class TestDouble:\n    def test_two(self): double(2)",
+        None,
+        [],
+        ["double(2)"],
     ],
 )
 def test_tests_that_check_nothing_are_an_error_of_the_data(tests):
@@ -132,8 +155,19 @@ def test_tests_that_check_nothing_are_an_error_of_the_data(tests):
 def test_tests_that_cannot_be_executed_are_an_error_of_the_data():
     with pytest.raises(ValueError, match="was never closed"):
         passes_tests(RIGHT, "assert (")
-    with pytest.raises(ValueError, match="test_f has arguments: fixtures are not supported"):
-        passes_tests(RIGHT, "def test_f(tmp_path):\n    assert double(2) == 4")
+    mark = '@pytest.mark.parametrize("x", [2])\n'
+    check = "double(2) == 4"
+    for lines in (
+        f"def test_f(tmp_path): assert {check}",
+        f"import pytest\n{mark}def test_f(x, tmp_path): assert {check}",
+        f"class TestF:\n def test_f(self, tmp_path): assert {check}",
+        f"import pytest\n{mark}class TestF:\n def test_f(self, x, tmp_path): assert {check}",
+    ):
+        told = "test_f has arguments: fixtures are not supported: tmp_path"
+        with pytest.raises(ValueError, match=told):
+            passes_tests(RIGHT, lines)
+    with pytest.raises(ValueError, match=r"five has pytest\.fixture: fixtures are not supported"):
+        passes_tests(RIGHT, f"import pytest\n@pytest.fixture\ndef five(): pass\nassert {check}")
     with pytest.raises(ValueError, match="cannot be used: No module named 'no_such_module'"):
         passes_tests(RIGHT, "import no_such_module\nassert double(2) == 4")
 
@@ -160,6 +194,21 @@ def test_the_usual_imports_of_leetcode_are_there():
     tests = "assert Solution().twoSum(nums=[3, 3], target=6) == [0, 1] and gcd(4, 6) == 2 < inf"
     assert passes_tests(LEETCODE, tests)
     assert passes_tests("from typing import *\nfrom math import *\nf = lambda: inf", "assert f()")
+
+
+def test_a_list_of_statements_is_tests() -> None:
+    tests = ["assert double(2) == 4", "assert double(3) == 6"]
+    assert passes_tests(RIGHT, tests) and not passes_tests(WRONG, tests)
+
+
+def test_the_function_under_test_may_have_a_name_of_python() -> None:
+    right, wrong = ("def sum(a, b): return a " + sign + " b" for sign in "+-")
+    for tests in ("assert sum(10, 15) == 25", "def test_sum(): assert sum(10, 15) == 25"):
+        assert passes_tests(right, tests) and not passes_tests(wrong, tests)
+    # Where another name is under test, that of Python judges.
+    cheat = "def double(x): return 0\ndef abs(x): return 0\ndef eval(x): return 6\nsum = eval"
+    for tests in ("abs(double(3) - 6) < 1", "eval('double(3)') == 6", "sum([1, 2]) == abs(3)"):
+        assert passes_tests(cheat, f"assert {tests}") == (tests[:3] == "sum")
 
 
 PROGRAM = """

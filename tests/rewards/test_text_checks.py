@@ -39,6 +39,9 @@ def test_a_prompt_may_open_the_first_tag() -> None:
         "````python\nx = 1\n````",
         "1. So:\n   ```python\n   x = 1\n   ```",
         "```\nx = 1\n```",
+        "Here: ```python\nx = 1\n```",
+        "Here: ```python\nx = 1\n```\nOutput:\n```\n2\n```",
+        "```python\nx = 1```",
     ],
 )
 def test_a_block_of_python_is_found_however_it_is_marked(text: str) -> None:
