@@ -308,18 +308,19 @@ def _arguments(
         columns[IMAGES] = opened(batch.images)
     elif is_wanted:
         columns.setdefault(IMAGES, [[] for _ in batch.queries])
-    labels, responses = list(batch.labels), list(batch.responses)
+    labels, responses = _labels(batch, "labels"), list(batch.responses)
     if names := _verl_names(function):
         sources = columns.get("data_source") or columns.get("datasource") or [""] * len(batch)
         infos = columns.get("extra_info") or [{} for _ in labels]
-        given = (sources, responses, _truths(batch), infos)
+        given = (sources, responses, _labels(batch, names[2], "ground_truth"), infos)
         return columns | dict(zip(names, given, strict=True))
     if _takes_queries(function):
         prompts, queries = list(batch.prompts), list(batch.queries)
         given = {"queries": queries, "prompts": prompts, "labels": labels, "responses": responses}
         return columns | given | {"columns": dict(columns)}
     sources = list(batch.source_prompts or batch.prompts)
-    return {"labels": labels, **columns} | {
+    return columns | {
+        "labels": labels,
         "prompts": sources,
         "completions": [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -353,12 +354,16 @@ def _takes_queries(function: RewardFunction) -> bool:
     return names.isdisjoint(others) and not names.isdisjoint(QUERY_NAMES)
 
 
-def _truths(batch: RewardBatch) -> list[object]:
-    """Return the labels; without `--label_key`, those of the column that verl's rows have."""
-    rows = batch.columns.get("reward_model", ())
-    if any(label != "" for label in batch.labels) or not rows:
+def _labels(batch: RewardBatch, *names: str) -> list[object]:
+    """Return the labels; without `--label_key`, the first of the columns that the rows have, or the
+    nested one of verl's rows.
+    """
+    if any(label != "" for label in batch.labels):
         return list(batch.labels)
-    return [row.get("ground_truth") if isinstance(row, Mapping) else None for row in rows]
+    rows = batch.columns.get("reward_model", ()) if "ground_truth" in names else ()
+    nested = [row.get("ground_truth") if isinstance(row, Mapping) else None for row in rows]
+    found = (list(batch.columns[name]) for name in names if name in batch.columns)
+    return next(found, nested or list(batch.labels))
 
 
 def _of_rows(

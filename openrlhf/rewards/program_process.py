@@ -374,7 +374,9 @@ def require_no_fixtures(
         for node in ast.walk([*mark.args, *(keyword.value for keyword in mark.keywords)][0])
         if isinstance(node, ast.Constant)
     )
-    missing = {name.arg for name in names} - set(" ".join(given).replace(",", " ").split())
+    missing = {name.arg for name in names} - set(
+        " ".join(map(str, given)).replace(",", " ").split()
+    )
     if missing:
         told = ", ".join(sorted(missing))
         raise ValueError(f"{function.name} has arguments: fixtures are not supported: {told}")

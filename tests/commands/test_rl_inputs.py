@@ -81,6 +81,20 @@ def test_functions_of_the_users_are_held_against_their_calls_before_models_load(
     )
 
 
+def test_an_argument_of_a_reward_function_that_rows_lack_is_refused_before_models_load(
+    refuse: Callable, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def f(prompts, outputs, solution):\n    return [1.0]\n")
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q", "answer": "a"}] * 256)
+    words = f"--pretrain {tiny_model_dir} --prompt_data {data} --save_path {tmp_path / 'run'} "
+    code, said = refuse("train_ppo", [*words.split(), "--remote_rm_url", str(file)])
+    *_, line = said.strip().splitlines()
+    assert code == 2
+    assert line.startswith(f"error: {file}:1: f(prompts, outputs, solution) cannot be called: ")
+    assert "unknown arguments: outputs, solution." in line and "is_truncated, answer." in line
+
+
 def test_a_users_error_shows_its_own_traceback(
     refuse: Callable, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -265,6 +265,25 @@ def test_truths_of_verls_rows_are_read_without_a_label_key(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("code", "column"),
+    [(VERL_ROW, "ground_truth"), (VERL_LISTS, "ground_truth"), (VERL_LISTS, "ground_truths"),
+     (QUERIES, "labels")],
+)  # fmt: skip
+def test_without_a_label_key_the_column_of_a_parameters_own_name_is_read(tmp_path, code, column):
+    batch = verl_batch(labels=("", ""))
+    batch.columns[column] = ["5", "7"]  # type: ignore[index]
+    function = reward_from(tmp_path, code)
+    assert function.answer(batch).rewards == [1, 0]
+    assert function.answer(replace(batch, labels=["4", "5"])).rewards == [0, 1]
+
+
+def test_a_label_wins_over_a_column_of_its_name(tmp_path):
+    function = reward_from(tmp_path, "def f(completions, labels):\n    return labels")
+    assert function.answer(replace(batch_of(2, labels=[5, 6]), labels=[1, 2])).rewards == [1, 2]
+    assert function.answer(replace(batch_of(2, labels=[5, 6]), labels=["", ""])).rewards == [5, 6]
+
+
+@pytest.mark.parametrize(
     ("signature", "unknown"),
     [
         ("(prompts, outputs, answers)", "outputs, answers"),

@@ -22,6 +22,19 @@ from openrlhf.utils import worker_process
 from openrlhf.utils.images import read_picture
 from tests.helpers.processes import ends
 
+# In the form of OpenRLHF's reward function for mathematics.
+OF_OPENRLHF = """
+    import torch
+    from openrlhf.utils import extract_boxed_answer, grade_answer
+
+    def reward_func(queries, prompts, labels, **kwargs):
+        rewards = []
+        for query, prompt, label in zip(queries, prompts, labels):
+            answer = extract_boxed_answer(query[len(prompt):])
+            rewards.append(1.0 if grade_answer(answer, label) else 0.0)
+        rewards = torch.tensor(rewards)
+        return {"rewards": rewards, "scores": rewards, "extra_logs": {"num_boxed": rewards}}
+"""
 # The label of the first sample says what the function does.
 UNRULY = """
     import contextlib, ctypes, os, subprocess, sys, time
@@ -70,6 +83,18 @@ def batch_of(*labels: object, **columns: list[object]) -> RewardBatch:
         columns=columns,
         sample_ids=[f"step1/{i}/0" for i in range(len(labels))],
     )
+
+
+def test_a_reward_file_of_openrlhf_scores_a_right_and_a_wrong_answer(tmp_path: Path) -> None:
+    file = tmp_path / "math_reward_func.py"
+    file.write_text(textwrap.dedent(OF_OPENRLHF))
+    said = [r"so \boxed{\frac{1}{2}}", r"so \boxed{0.2}", "so 0.5"]
+    batch = RewardBatch([f"1/2={text}" for text in said], ["1/2="] * 3, said, ["0.5"] * 3)
+    pool = FunctionPool(str(file), num_workers=1)  # as --remote_rm_url does
+    result = pool.submit(batch).result(timeout=120)
+    pool.close()
+    assert result.rewards == result.scores == [1.0, 0.0, 0.0]
+    assert result.extra_logs == {"num_boxed": [1.0, 0.0, 0.0]}
 
 
 def pids_of(pool: FunctionPool) -> list[int]:
