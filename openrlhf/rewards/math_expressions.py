@@ -72,7 +72,7 @@ SINGLE_LETTER_UNITS = set("mgshLlJNVWKCFA")
 OPERATOR = re.compile(r"(?:[-+*/=^_(<>,|]|\\(?!pi|circ|infty)[A-Za-z]+)\s*$")
 # Of two letters or more without a vowel, or of the names of variables alone: 5xy, 12 abc.
 PRODUCT = re.compile(
-    r"(?<![^\W\d_])(?!(?:of|sq|cu|st|nd|rd|th|am|pm)(?![a-z]))(?:[a-z]{2}|[b-df-hj-np-tv-z]{2,}|[a-dxyz]{2,})(?![^\W\d_])",
+    r"(?<![^\W\d_])(?!(?:of|an|sq|cu|fl|st|nd|rd|th|am|pm)(?![a-z]))(?:[a-z]{2}|[b-df-hj-np-tv-z]{2,}|[a-dxyz]{2,})(?![^\W\d_])",
     re.IGNORECASE,
 )
 NO_UNIT = re.compile(
@@ -96,25 +96,14 @@ UNIT_NAMES = {
     "lb": "pound",
     "deg": "° degree",
     "unit": "",
-    "mg": "milligram",
-    "hz": "hertz",
-    "pa": "pascal",
-    "kpa": "kilopascal",
-    "kw": "kilowatt",
-    "kwh": "kilowatt-hour",
-    "ms": "millisecond",
-    "kb": "kilobyte",
-    "mb": "megabyte",
-    "gb": "gigabyte",
-    "oz": "ounce",
-    "yd": "yard",
-    "day": "",
     "dollar": "usd buck",
     "yuan": "元 rmb",
     "km/h": "kph",
     "mi/h": "mph",
 }
+OTHER_UNITS = "mg hz khz mhz ghz pa kpa kw kwh kj ms kb mb gb tb oz yd rpm ppm pcs pts tsp day"
 CANONICAL = {name: unit for unit, names in UNIT_NAMES.items() for name in [unit, *names.split()]}
+CANONICAL |= {unit: unit for unit in OTHER_UNITS.split()}
 UNIT_WORDS = "|".join(sorted(CANONICAL, key=len, reverse=True))
 
 
@@ -248,7 +237,8 @@ def _parted(text: str) -> tuple[str, str]:
     # 5 m is a length, 5m, 5 x and x + 5 m are products.
     letters = set(VARIABLE.findall(unit))
     is_glued = unit[0] in letters and value[-1] != " "
-    is_product = letters - SINGLE_LETTER_UNITS or is_glued or (letters and VARIABLE.search(value))
+    is_sum = letters and VARIABLE.search(value) and not _number(value)
+    is_product = letters - SINGLE_LETTER_UNITS or is_glued or is_sum
     if NO_UNIT.search(unit) or is_product or any(map(_is_unknown, PRODUCT.finditer(unit))):
         return text, ""
     unit = re.sub(r"\b(?:square|sq)\.?\s+(\w+)", r"\1^2", unit.lower())

@@ -50,7 +50,8 @@ VERB = re.compile(
 YES_OR_NO = re.compile(r"\b(?:yes|no|true|false)\b", re.IGNORECASE)
 # Not "no idea" or "no one knows".
 SAYS_YES_OR_NO = re.compile(
-    r"(?:yes|no|true|false)(?:\s*(?:[.,;:!—-]|$)|\s+(?:it|they|he|she|we|there|this|that|the|because)\b)",
+    r"yes\b|(?:no|true|false)(?:\s*(?:[.,;:!—-]|$)"
+    r"|\s+(?:it|they|he|she|we|there|this|that|the|because)\b)",
     re.IGNORECASE,
 )
 ITEM_END = re.compile(r",\s*and\b|,|&|\band\b")
@@ -71,6 +72,7 @@ BOUND = re.compile(
     r"\s+of)\s*$",
     re.IGNORECASE,
 )
+BOUND_AFTER = re.compile(r"\s*(?:at (?:most|least)|a (?:half|third|quarter))\b", re.IGNORECASE)
 # Between a value and one that only explains it: 18 dollars for 3 shirts, 5 (see step 2).
 ASIDE = re.compile(
     r"\s*(?:[a-z]+\s+)?(?:(?:in )?total\s+)?(?:for|in|at|after|from|with|per|on|by|when|over)"
@@ -187,8 +189,11 @@ def _equal(answer: str, truth: str) -> bool:
 
 
 def _same_content(given: str, truth: str) -> bool:
-    """Return True if two choices of one letter are the same: (C) 1/2 and C. 0.5."""
-    return _same_words(given, truth) or same_mathematics(given, truth)
+    """Return True unless two choices of one letter have nothing in common: C. Darwin, C. Columbus.
+    The letter is the answer, not how it is repeated.
+    """
+    stems, wanted = ({w[:4] for w in re.findall(r"\w+", t.casefold())} for t in (given, truth))
+    return bool(stems & wanted) or same_mathematics(given, truth)
 
 
 def _chosen(text: str) -> set[str]:
@@ -269,7 +274,7 @@ def _value(text: str, truth: str) -> str:
         if value.count("{") != value.count("}"):
             value = value.strip("{}")
         before = text[:start].strip()
-        if not VALUE.search(value) or BOUND.search(before):
+        if not VALUE.search(value) or BOUND.search(before) or BOUND_AFTER.match(text, end):
             continue
         between, last_end = text[last_end:start], text.index(value, start) + len(value)
         is_aside = (is_said and ASIDE.fullmatch(between)) or REMARK.fullmatch(between)

@@ -326,9 +326,12 @@ def swallowed(node: ast.AST) -> Iterator[ast.Assert]:
 
 def is_answer(node: ast.AST) -> bool:
     """Return True for a test function that returns its result."""
-    is_function = isinstance(node, FUNCTIONS) and node.name.startswith("test")
-    values = (part.value for part in ast.walk(node) if isinstance(part, ast.Return))
-    return is_function and any(values)
+    if not isinstance(node, FUNCTIONS) or not node.name.startswith("test"):
+        return False
+    inner = (part for part in ast.walk(node) if part is not node and isinstance(part, FUNCTIONS))
+    others = {part for function in inner for part in ast.walk(function)}
+    returns = (part for part in ast.walk(node) if isinstance(part, ast.Return))
+    return any(part.value and part not in others for part in returns)
 
 
 def require_checks(tree: ast.Module) -> None:

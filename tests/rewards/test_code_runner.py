@@ -142,6 +142,7 @@ def test_a_right_program_passes_and_a_wrong_one_does_not(form):
         "def test_double():\n    print(double(2))",
         "import unittest\nclass Tests(unittest.TestCase):\n    def test_a(self): double(2)",
         "class TestDouble:\n    def test_two(self): double(2)",
+        "def test_double():\n    def two(): return 2\n    double(two())",
         None,
         [],
         ["double(2)"],
