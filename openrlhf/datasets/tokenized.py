@@ -319,7 +319,8 @@ class TokenizedDataset(ABC):
                 holds_dialogues(self._rows, name) for name in columns if name
             )
         if is_chat:
-            chat_template_of(self._encoder.tokenizer)
+            has_tools = "tools" in self._rows.column_names
+            chat_template_of(self._encoder.tokenizer, for_tools=has_tools)
         return is_chat
 
     def _words_of_chat(self, columns: Iterable[str | None]) -> str:

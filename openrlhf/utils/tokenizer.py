@@ -100,7 +100,7 @@ def _with_defaults(tokenizer: Tokenizer, variables: str) -> str | dict[str, str]
     """Return the chat template, or each of several, behind lines that set variables which are not
     given otherwise.
     """
-    chat_template_of(tokenizer)
+    chat_template_of(tokenizer, for_tools=True)
     template = tokenizer.chat_template
     try:
         found = json.loads(variables)
@@ -302,15 +302,16 @@ def chat_template_of(tokenizer: Tokenizer, *, for_tools: bool = False) -> str:
     """Return the chat template that is used: of several with names, `tool_use` where there are
     tools; raise ConfigError if there is none.
     """
-    template = tokenizer.chat_template
-    if not template:
+    found, named = tokenizer.chat_template, ""
+    if isinstance(found, Mapping):
+        named = f" named default, only {', '.join(found)}"
+        found = found.get("tool_use" if for_tools else "default") or found.get("default")
+    if not found:
         raise ConfigError(
-            f"tokenizer {tokenizer.name_or_path} has no chat template. "
+            f"tokenizer {tokenizer.name_or_path} has no chat template{named}. "
             "Give one with --tokenizer_chat_template, or leave --apply_chat_template out."
         )
-    if isinstance(template, str):
-        return template
-    return template.get("tool_use" if for_tools else "default") or template["default"]
+    return found
 
 
 def render_chat(

@@ -171,6 +171,18 @@ def test_of_prompts_only_columns_with_a_meaning_are_listed(tokenizer):
     assert len(prompt(tokenizer, row, has_agents=True)[1]) == 1  # the agents' server reads it
 
 
+def test_named_templates_without_one_for_rows_are_refused_in_a_line_only_where_one_is_needed(
+    tokenizer,
+):
+    tokenizer.chat_template = {"tool_use": CHAT_TEMPLATE}
+    assert sft(tokenizer, {"prompt": "q", "completion": "a"})[0] == "qa<|end|>"
+    told = "has no chat template named default, only tool_use. Give one with --tokenizer_chat_templ"
+    with pytest.raises(ConfigError, match=told):
+        sft(tokenizer, {"messages": DIALOGUE})
+    text, _ = sft(tokenizer, {"messages": DIALOGUE, "tools": [{"name": "f"}]})
+    assert text == "<|user|>q<|end|><|assistant|>a<|end|>"
+
+
 THINKING = (
     "{% if enable_thinking is defined and not enable_thinking %}NO {% endif %}" + CHAT_TEMPLATE
 )
