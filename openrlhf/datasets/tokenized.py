@@ -409,8 +409,12 @@ class TokenizedDataset(ABC):
             found = history_messages(history) + found
         if pictures := self._own_images(row):
             found = with_places(found, len(pictures), begins=begins)
-        if begins and system and found[0]["role"] not in ("system", "developer"):
-            found = to_messages([{"role": "system", "content": system}]) + found
+        if not begins or not system:
+            return found
+        if found[0]["role"] not in ("system", "developer"):
+            return to_messages([{"role": "system", "content": system}]) + found
+        if found[0]["content"] != system:
+            self._encoder.unread.add("'system' of rows with a system message")
         return found
 
     def _told(self, row: Row) -> dict[str, Any]:

@@ -79,6 +79,17 @@ def test_a_system_column_of_pairs_stands_before_their_question(tokenizer):
     assert tokenizer.decode(data[0].rejected_ids) == f"{asked}<|assistant|>no<|end|>"
 
 
+def test_a_system_column_that_gives_way_to_a_system_message_is_said(tokenizer):
+    messages = [{"role": "system", "content": "Be kind."}, *DIALOGUE]
+    text, notices = sft(tokenizer, {"messages": messages, "system": "Be terse."})
+    asked = "<|system|>Be kind.<|end|><|user|>q<|end|>"
+    assert text == f"{asked}<|assistant|>a<|end|>"
+    assert notices[1] == "not read: 'system' of rows with a system message"
+    told = prompt(tokenizer, {"messages": messages, "system": "Be terse."})
+    assert told[0] == f"{asked}<|assistant|>" and told[1][1] == notices[1]
+    assert len(sft(tokenizer, {"messages": messages, "system": "Be kind."})[1]) == 1
+
+
 def test_message_lists_in_cells_of_a_csv_file_are_messages(tokenizer, tmp_path):
     path, cells = tmp_path / "rows.csv", csv.writer
     with path.open("w", newline="") as file:
