@@ -26,7 +26,6 @@ from transformers import PretrainedConfig
 from openrlhf.config.serving import BatchInferenceConfig, InferenceRewardConfig, SamplingConfig
 from openrlhf.datasets.chat import (
     RENDERED,
-    spelled_messages,
     to_messages,
     wish_template,
     wrap_input,
@@ -215,7 +214,7 @@ class BatchTask:
             raise RewardError(f"the reward model scored row {row_id + 1} with {reward}")
         row, column = self.rows[row_id], self.samples.output_column
         if column is None:  # the dialogue ends with the response
-            *asked, answer = to_messages(spelled_messages(row[self.samples.input_column]))
+            *asked, answer = to_messages(self.samples.read(row)[self.samples.input_column])
             return {"input": asked, "output": answer["content"], "reward": reward}
         return {**asked_columns(self.samples.asked(row)), "output": row[column], "reward": reward}
 

@@ -394,10 +394,8 @@ def render_dialogue(
 
 
 def _tool_list(encoder: TextEncoder, tools: object) -> list | None:
-    """Return the tools of a row as a template may read them; JSON text keeps its nulls."""
-    if not isinstance(tools, str):
-        tools = _without_nulls(tools)
-    elif tools.strip():
+    """Return the tools of a row as a template may read them."""
+    if isinstance(tools, str) and tools.strip():
         tools = _from_json(tools, "'tools'")
     if tools and not isinstance(tools, list):
         raise RowError(f"'tools' is {type(tools).__name__}, not a list")
@@ -410,10 +408,9 @@ def _variables(value: object) -> Mapping[str, Any]:
         value = _from_json(value, "'chat_template_kwargs'")
     if value is not None and not isinstance(value, Mapping):
         raise RowError(f"'chat_template_kwargs' is {value!r}, not an object")
-    found = _without_nulls(value or {})
-    if taken := OF_ROWS & found.keys():
+    if taken := OF_ROWS & (value or {}).keys():
         raise RowError(f"'chat_template_kwargs' sets {min(taken)}, which the row itself does")
-    return found
+    return value or {}
 
 
 def _from_json(text: str, name: str) -> Any:
@@ -436,7 +433,7 @@ def _to_message(item: object, unread: set[str], *, reads_pictures: bool = False)
     content = item[given[0]] if given else None
     calls = item[called[0]] if called else None
     others = {
-        key: _without_nulls(value)
+        key: value
         for key, value in item.items()
         if key not in ("role", "from", "content", "value", "tool_calls", "function_call")
         and value is not None
@@ -471,7 +468,7 @@ def _content(content: object, role: str, unread: set[str], *, reads_pictures: bo
     # What a part is of stands under the name of its type; a tool's own values have no such form.
     has_parts = any(isinstance(p, Mapping) and str(p.get("type")) in p for p in parts)
     if role == "tool" and isinstance(content, (list, tuple, Mapping)) and not has_parts:
-        return _without_nulls(content)
+        return content
     bad: Any = parts[texts.index(None)] if parts else content
     kind = bad.get("type") if isinstance(bad, Mapping) else type(bad).__name__
     raise RowError(
@@ -511,8 +508,6 @@ def _tool_calls(value: object, unread: set[str]) -> list[Message]:
         name, arguments = function.get("name"), function.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = _from_json(arguments, "the arguments of a tool call")
-        else:
-            arguments = _without_nulls(arguments)
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
             raise RowError("a tool call is no object with a name and arguments")
         links = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
@@ -524,13 +519,6 @@ def _tool_calls(value: object, unread: set[str]) -> list[Message]:
 def _keys_of(value: Mapping[str, Any]) -> set[str]:
     """Return the keys that have values: a table sets those of other rows to null."""
     return {key for key, each in value.items() if each is not None}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys that a table sets to null because other rows have them."""
-    if isinstance(value, Mapping):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [*map(_without_nulls, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _shown(encoder: TextEncoder, value: Any) -> Any:

@@ -191,12 +191,19 @@ def _with_exact_columns(found: list[Parts]) -> list[Parts]:
     def aligned(rows: Dataset) -> Dataset:
         for name in exact & set(rows.column_names):
             if not isinstance(rows.features[name], ExactJson):
-                texts = [*map(kind.encode_example, rows[name])]
+                texts = [kind.encode_example(without_nulls(value)) for value in rows[name]]
                 added = rows.add_column(f"{name} as JSON", texts, feature=kind)
                 rows = added.remove_columns(name).rename_column(f"{name} as JSON", name)
         return rows
 
     return [[(name, aligned(rows)) for name, rows in parts] for parts in found]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys that a table sets to null because other rows have them."""
+    if isinstance(value, Mapping):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [*map(without_nulls, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -> Parts:
@@ -479,23 +486,21 @@ def _exact_rows(path: Path, written_ns: int) -> Iterator[dict[str, Any]]:
 
 
 def _records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
-    """Yield the records of a file; note for each column if a table holds its numbers as they
-    are.
-    """
+    """Yield the records of a file; note for each column if a table holds its values as they are."""
     return _csv_records(path, columns) if path.suffix == ".csv" else _json_records(path, columns)
 
 
 def _json_records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
     """Yield the objects of JSON lines or of one JSON array."""
     kinds: dict[str, str] = {}
-    numbers: dict[tuple[str, ...], type] = {}
+    forms: dict[tuple[str, ...], object] = {}
     for record in _json_values(path):
         if not record.problem and not isinstance(record.row, dict):
             record = record._replace(problem=f"{type(record.row).__name__} instead of an object")
         if not record.problem and (mixture := _mixture_of(record.row, kinds)):
             record = record._replace(problem=mixture, is_mixed=True)
         for name, value in record.row.items() if not record.problem else ():
-            columns[name] = columns.get(name, True) and _fits_column(value, (name,), numbers)
+            columns[name] = columns.get(name, True) and _fits_column(value, (name,), forms)
         yield record
 
 
@@ -514,19 +519,22 @@ def _kind(value: object) -> str:
 
 
 def _fits_column(
-    value: object, path: tuple[str, ...], numbers: dict[tuple[str, ...], type]
+    value: object, path: tuple[str, ...], forms: dict[tuple[str, ...], object]
 ) -> bool:
-    """Return True unless a number would become another one in a column that has one type: a whole
-    one among fractions, or one of over 64 bits. `numbers` holds the types by place.
+    """Return True unless a value would become another one in a column that has one type: a whole
+    number among fractions, or one of over 64 bits; an object of other keys than another, or with a
+    null, which is then told from a key that it lacks. `forms` holds types and keys by place.
     """
     if isinstance(value, dict):
-        return all(_fits_column(item, (*path, key), numbers) for key, item in value.items())
+        if forms.setdefault(path, keys := [*value]) != keys or None in value.values():
+            return False
+        return all(_fits_column(item, (*path, key), forms) for key, item in value.items())
     if isinstance(value, list):
-        return all(_fits_column(item, path, numbers) for item in value)
+        return all(_fits_column(item, path, forms) for item in value)
     if type(value) not in (int, float):
         return True
     is_small = isinstance(value, float) or -(2**63) <= cast(int, value) < 2**63
-    return is_small and numbers.setdefault(path, type(value)) is type(value)
+    return is_small and forms.setdefault(path, type(value)) is type(value)
 
 
 def _json_values(path: Path) -> Iterator[Record]:

@@ -48,7 +48,7 @@ class PromptDataset(TokenizedDataset):
     def __getitem__(self, index: int) -> PromptRecord:
         [(token_ids, _)], extra = self._example(index)
         stored = self._rows[self.row_ids[index]]
-        row, label_key = self._read(stored), self._format.label_key
+        row, label_key = self.read(stored), self._format.label_key
         beside = {self._input_key, *self._image_keys}
         return PromptRecord(
             row_id=self.row_ids[index],
@@ -69,7 +69,7 @@ class PromptDataset(TokenizedDataset):
         """Return the prompt of `index` without what stands around it: messages, or text as the
         model reads it.
         """
-        row = self._read(self._rows[self.row_ids[index]])
+        row = self.read(self._rows[self.row_ids[index]])
         if self._holds_messages(row):
             return self._asked_part(row)
         if self._format.around is None:

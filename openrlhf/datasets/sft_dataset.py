@@ -112,7 +112,7 @@ class SFTDataset(TokenizedDataset):
 
     def asked(self, row: Row) -> Any:
         """Return the prompt of a row: messages, or text as the model reads it."""
-        column, row = self.input_column, self._read(row)
+        column, row = self.input_column, self.read(row)
         if self._format.apply_chat_template and not isinstance(row[column], str):
             return without_answer(self._messages(row, column))
         return self._encoder.reveal(self._prompt_text(row, column))

@@ -51,6 +51,7 @@ from openrlhf.datasets.loading import (
     raise_bad_rows,
     row_folder,
     row_place,
+    without_nulls,
 )
 from openrlhf.datasets.pictures import undecoded, values_in, values_of, with_places
 from openrlhf.errors import ConfigError, DataError
@@ -210,7 +211,7 @@ class TokenizedDataset(ABC):
             return ()
         expected = self._table[row_id]["images"]
         try:
-            found = self._pictures(self._read(self._rows[row_id]), row_id)
+            found = self._pictures(self.read(self._rows[row_id]), row_id)
         except RowError:
             found = ()
         if [picture.sha256 for picture in found] != expected:
@@ -375,13 +376,20 @@ class TokenizedDataset(ABC):
             found["instruction"] = f"{row['instruction']}\n{row[self._joined]}"
         return found
 
-    def _read(self, row: Row) -> dict[str, Any]:
-        """Return a completed row with message lists in place of the texts that spell them; raise
-        RowError.
+    def read(self, row: Row) -> dict[str, Any]:
+        """Return a completed row with message lists in place of the texts that spell them, without
+        keys that its table filled in; raise RowError.
         """
         found, form = self._completed(row), self._format
         named = () if form.pretrain_mode else {*self._columns} - {None, form.label_key}
+        for name in {*named, *DIALOGUE_COLUMNS} & found.keys():
+            if not isinstance(self._feature(name), (datasets.Json, ExactJson)):
+                found[name] = without_nulls(found[name])
         return {**found, **{name: spelled_messages(found[name]) for name in named}}
+
+    def _feature(self, name: str) -> object:
+        features = self._rows.features
+        return features.get(name) or features.get(name.partition(".")[0])
 
     def row(self, row_id: int) -> dict[str, Any]:
         """Return a row with what stands in several columns, or within one, under one name."""
@@ -597,7 +605,7 @@ class TokenizedDataset(ABC):
         """Yield size and time of each file of pictures: tokens of another are none of this."""
         for row_id, row in enumerate(self._rows if self._reads_images else ()):
             with suppress(RowError):  # is told where the row is tokenised
-                for value in self._picture_values(self._read(row)):
+                for value in self._picture_values(self.read(row)):
                     if (path := file_of(value, row_folder(self._rows, row_id))) is not None:
                         yield str(path), path.stat().st_size, path.stat().st_mtime_ns
 
@@ -649,7 +657,7 @@ class TokenizedDataset(ABC):
             is_empty = all(value is None for value in row.values())
             if is_empty and (damage := damage_of(self._rows, row_id)):
                 raise RowError(damage[1])
-            found = self._read(row)
+            found = self.read(row)
             tokens, extra = self._tokens_of(found)
             pictures = self._pictures(found, row_id)
             tokens = [self._with_pixels(part, pictures) for part in tokens]

@@ -189,6 +189,10 @@ def test_mixed_types_in_a_column_are_refused(tmp_path):
         [{"n": 1}, {"n": 0.5}, {"m": [1, {"x": "007"}]}],
         [[1, 2.5], ["a"], []],
         ["2020-01-01", "2020-01-01T10:00:00Z"],
+        [{"n": 1, "m": None}, {"n": 2, "m": 3}],
+        [[{"n": "x"}], [{"m": "y"}, {"n": None}]],
+        [{"n": 1, "m": 2}, {"m": 3, "n": 4}],
+        [{"n": {"m": "x"}}, {"n": {}}],
     ],
 )
 def test_values_stand_in_the_table_as_they_stand_in_the_file(tmp_path, values):

@@ -17,7 +17,7 @@ from openrlhf.datasets.tokenized import RowFormat, repeats, write_bad_rows
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
-from tests.tiny import CHAT_TEMPLATE, make_tokenizer
+from tests.tiny import CHAT_TEMPLATE, make_tokenizer, write_jsonl
 
 ALPACA = {"instruction": "To French", "input": "cat", "output": "chat"}
 SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
@@ -88,6 +88,30 @@ def test_a_system_column_that_gives_way_to_a_system_message_is_said(tokenizer):
     told = prompt(tokenizer, {"messages": messages, "system": "Be terse."})
     assert told[0] == f"{asked}<|assistant|>" and told[1][1] == notices[1]
     assert len(sft(tokenizer, {"messages": messages, "system": "Be kind."})[1]) == 1
+
+
+CALLS = CHAT_TEMPLATE.replace(
+    "message['content'] }}<|end|>{% end", "(message.tool_calls or message.content)|tojson }}{% end"
+)
+
+
+def test_nulls_of_a_file_are_learnt_and_those_that_a_table_fills_in_are_not(tokenizer, tmp_path):
+    tokenizer.chat_template = f"{{{{ tools|tojson }}}}{CALLS}"
+    found = [{"city": "Bonn", "unit": None}, {"days": 1}]
+    rows = []
+    for arguments in found:
+        called = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
+        rows.append({"messages": [*ASKED, called], "tools": [{"name": "f", "default": None}]})
+    path, table = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"
+    Dataset.from_list(rows).to_parquet(table)
+    filled = [{"city": "Bonn"}, {"days": 1}]
+    for spec, expected in ((path, found), (table, filled), (f"{table},{path}", filled + found)):
+        data = SFTDataset(load_rows(str(spec)), tokenizer, RowFormat())
+        texts = [tokenizer.decode(data[i].token_ids) for i in range(len(data))]
+        for text, arguments in zip(texts, expected, strict=True):
+            assert f'"arguments": {json.dumps(arguments)}' in text
+        has_null = ['"default": null' in text for text in texts]
+        assert has_null == ([True] * 2 if spec == path else [False] * 2 + [True] * len(texts[2:]))
 
 
 def test_message_lists_in_cells_of_a_csv_file_are_messages(tokenizer, tmp_path):
