@@ -267,7 +267,10 @@ def _supervised_models(
     num_tokens = train.micro_batch_size * config.data.max_len
     if inputs is not None:  # the longest rows that can meet
         num_rows = min(train.micro_batch_size, len(inputs.samples))
-        num_tokens = int(inputs.samples.lengths.topk(num_rows).values.sum())
+        lengths = inputs.samples.lengths.topk(num_rows).values
+        if config.num_sampled:
+            lengths = (lengths + config.num_sampled).clamp(max=config.data.max_len)
+        num_tokens = int(lengths.sum())
     num_tokens = num_tokens if train.token_budget is None else train.token_budget
     size: dict[str, Any] = {"num_ranks": num_ranks, "num_tokens": num_tokens}
     recomputes = config.model.gradient_checkpointing_enable

@@ -106,6 +106,11 @@ class SupervisedConfig(TrainingRunConfig, OptimizerConfig):
     model: ModelConfig = ModelConfig()
     data: DatasetConfig = DatasetConfig()
 
+    @property
+    def num_sampled(self) -> int:
+        """Return the most tokens that are sampled behind a prompt; 0 if rows have responses."""
+        return 0
+
     def problems(self) -> Iterator[str]:
         """Report weights that cannot be trained as they are held, and losses without a gradient."""
         yield from super().problems()
@@ -380,6 +385,10 @@ class KDConfig(SupervisedConfig):
     eval: EvalConfig = EvalConfig(split="test")
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_kd")
     logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
+
+    @property
+    def num_sampled(self) -> int:
+        return self.kd.max_new_tokens if self.kd.on_policy_enable else 0
 
     def derived(self) -> Iterator[tuple[str, object]]:
         """Fill in no language-model loss on own responses, their divergence, and room for the

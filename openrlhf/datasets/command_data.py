@@ -17,7 +17,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import DatasetConfig, SupervisedConfig
 from openrlhf.datasets.loading import load_rows
-from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.prompts_dataset import PromptDataset, StudentPrompts
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat, TokenizedDataset
 from openrlhf.errors import Gathered
@@ -64,12 +64,17 @@ def supervised_data(
     config: SupervisedConfig, kind: type[TokenizedDataset], **more: Any
 ) -> Iterator[DataSet]:
     """Yield the training data and, where it is named, the evaluation data, of a recipe's `kind`;
-    `more` are fields of their format.
+    `more` are fields of their format. Of training data whose responses are sampled, prompts are
+    read alone.
     """
     data, held_out = config.data, config.eval
     form, options = _answered_format(data, **more), partial(_options, data, config.train.seed)
     named = options(data.dataset_split) | _expected(data, data.dataset_probs)
-    yield DataSet(data.dataset or "", named, kind, form)
+    training = DataSet(data.dataset or "", named, kind, form)
+    if config.num_sampled:  # there is room for one token at least
+        asked = replace(form, max_len=data.max_len - 1)
+        training = replace(training, kind=StudentPrompts, form=asked)
+    yield training
     if held_out.dataset:
         yield DataSet(held_out.dataset, options(held_out.split), kind, form, EVALUATION)
 

@@ -137,6 +137,12 @@ class PromptDataset(TokenizedDataset):
         """Accept every prompt: none has a target."""
 
 
+class StudentPrompts(PromptDataset):
+    """Prompts of rows that a student answers, whose limit is that of prompt and answer."""
+
+    flags = "--input_key and --max_len"
+
+
 def preprocess_data(
     data: Mapping[str, object],
     input_template: str | None = None,

@@ -155,6 +155,11 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         return {}
 
     @classmethod
+    def notices(cls, config: Any) -> list[str]:
+        """Return lines about the models that a person should read."""
+        return []
+
+    @classmethod
     def row_format(cls, config: Any) -> dict[str, Any]:
         """Return fields of the data set's RowFormat that are no settings of `data.*`."""
         return {}

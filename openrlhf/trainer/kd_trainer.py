@@ -30,7 +30,7 @@ from openrlhf.trainer.base_trainer import Inputs, add_means, check_same_tokens, 
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.packing import PackedBatch, base_model_of
-from openrlhf.utils.tokenizer import Tokenizer, check_stop_ids, eos_token_ids
+from openrlhf.utils.tokenizer import Tokenizer, check_stop_ids, eos_token_ids, unused_sampling
 
 
 def distill(
@@ -125,7 +125,6 @@ class KDTrainer(SFTTrainer):
         super().__init__(config, inputs, strategy)
         teacher = Teacher(load_causal_lm(teacher_path(config), config))
         self.teacher = strategy.prepare_eval(teacher, offload=config.teacher.offload)
-        self.is_on_policy = config.kd.on_policy_enable
         limits = [num_positions(hf_model_of(model).config) for model in (self.model, teacher)]
         self.max_len = min(filter(None, [config.data.max_len, *limits]))  # of own responses
         student = base_model_of(hf_model_of(self.model))
@@ -146,6 +145,11 @@ class KDTrainer(SFTTrainer):
             )
 
     @classmethod
+    def notices(cls, config: KDConfig) -> list[str]:
+        path, chosen = config.model.model_name_or_path, {"temperature": config.kd.temperature}
+        return unused_sampling(path, chosen) if path and config.num_sampled else []
+
+    @classmethod
     def other_models(cls, config: KDConfig) -> dict[str, bool]:
         return {teacher_path(config): config.teacher.offload}
 
@@ -162,7 +166,7 @@ class KDTrainer(SFTTrainer):
     def train_step(self, rows: Sequence[int]) -> Metrics:
         """Sample responses if on policy, then do one optimizer step."""
         metrics = Metrics()
-        if self.is_on_policy:
+        if self.config.num_sampled:
             with timed("generation", metrics):
                 self.samples = self.answers(rows)
             self._costs = self._lengths = {
@@ -192,9 +196,8 @@ class KDTrainer(SFTTrainer):
         return found
 
     def _request(self, row: int) -> GenerationRequest:
-        """Ask for an answer to what stands before the data's; there is room for one token."""
-        sample = self.inputs.samples[row]
-        prompt = tuple(sample.token_ids[: int(sample.loss_mask.int().argmax())].tolist())
+        """Ask for an answer to a prompt; one that fills the context loses its first token to it."""
+        prompt = self.inputs.samples[row].prompt_token_ids[1 - self.max_len :]
         room = min(self.sampling.max_new_tokens, self.max_len - len(prompt))
         seed = random.Random(f"{self.config.train.seed} {self.global_step} {row}").getrandbits(31)
         sampling = replace(self.sampling, max_new_tokens=room, seed=seed)

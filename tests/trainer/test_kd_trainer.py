@@ -2,23 +2,25 @@
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from openrlhf.commands.train_supervised import prepare_inputs, say_inputs
 from openrlhf.config.cli import parse_config
 from openrlhf.config.supervised import KDConfig
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, DataError
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.kd_trainer import KDTrainer, Student, Teacher, as_head, sampling_of
 from openrlhf.utils.packing import PackedBatch, base_model_of
 from openrlhf.utils.tokenizer import load_tokenizer
-from tests.tiny import make_model
+from tests.tiny import make_model, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,29 @@ def test_a_student_stops_where_it_is_told(folder: Path) -> None:
     tokenizer = load_tokenizer(model)
     sampling = sampling_of(config, model, tokenizer)
     assert sampling.stop == ("ab",) and sampling.stop_token_ids == (tokenizer.eos_token_id, 9)
+
+
+def test_a_student_that_answers_reads_prompts_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    (model / "generation_config.json").write_text('{"do_sample": true, "top_k": 20, "min_p": 0.1}')
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"question": "2+2="}, {"question": "x" * 14}])
+    line = f"--pretrain {model} --teacher_model {model} --dataset {data} --input_key question "
+    line += f"--save_path {tmp_path}/run --kd_max_new_tokens 5"
+    answers = f"{line} --kd_on_policy --max_len".split()
+    config = parse_config(KDConfig, [*answers, "32"]).config
+    inputs = prepare_inputs(KDTrainer, config)
+    say_inputs(KDTrainer, config, inputs)
+    [prompt] = [inputs.samples[row] for row in range(len(inputs.samples))]
+    assert inputs.tokenizer.decode(prompt.prompt_token_ids) == "User: 2+2=\nAssistant: "
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"not used: top_k 20, min_p 0.1 of the generation config of {model}" in said
+    assert "1 of 2 rows were left out: over-long" in said
+    with pytest.raises(DataError, match=r"over-long: 2\). Check --input_key and --max_len"):
+        prepare_inputs(KDTrainer, parse_config(KDConfig, [*answers, "9"]).config)
+    with pytest.raises(DataError, match="no response column is given"):
+        prepare_inputs(KDTrainer, parse_config(KDConfig, line.split()).config)
 
 
 def refusal(folder: Path, words: str) -> str:
