@@ -120,6 +120,17 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(talk, monkeypatch):
     assert chat.tokenizer.decode(kept, skip_special_tokens=True).startswith(response)
 
 
+def test_a_response_ends_with_a_text_or_a_token_that_stops_it(tiny_model_dir, talk):
+    words = "--apply_chat_template"
+    chat, _ = talk("hi\n", words)
+    [(_, whole)] = chat.turns
+    place = next(i for i, c in enumerate(whole) if i and c.isascii() and c.isprintable())
+    [token_id] = chat.tokenizer.encode(whole[place])
+    for flags in (("--stop", whole[place]), ("--stop_token_ids", str(token_id))):
+        chat, _ = talk("hi\n", words, *flags)
+        assert chat.turns == [("hi", whole[: whole.index(whole[place]) + 1])]
+
+
 class Interrupted(io.StringIO):
     """A terminal at which Ctrl-C is pressed after its lines."""
 

@@ -21,6 +21,7 @@ from openrlhf.commands.infer import (
     preference_pairs,
     rewards_in_prompts,
     run_batch_inference,
+    sampling_of,
     slice_of,
 )
 from openrlhf.config.cli import parse_config
@@ -91,6 +92,13 @@ def test_answers_are_the_greedy_ones_of_transformers(folder: Path, both_worlds: 
         assert row["output"] == tokenizer.decode(found, skip_special_tokens=True)
         is_stopped = int(found[-1]) == tokenizer.eos_token_id
         assert row["finish_reason"] == ("stop" if is_stopped else "length")
+
+
+def test_what_ends_a_response_reaches_the_sampling(folder: Path) -> None:
+    task = BatchTask(config_of(folder, "generate", f"{GREEDY} --stop ab cd --stop_token_ids 9"))
+    sampling = sampling_of(task)
+    assert sampling.stop == ("ab", "cd")
+    assert sampling.stop_token_ids == (task.tokenizer.eos_token_id, 9)
 
 
 @pytest.mark.parametrize("name", ["rm-one-0", "rm-two-0", "rm-two-3"])

@@ -1,5 +1,6 @@
 """What only this machine, the model and the user's code can tell is said before models load."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,16 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from openrlhf.commands.evaluate import gather_inputs
 from openrlhf.commands.rl_inputs import pass_rate, prepare_inputs
 from openrlhf.config.cli import parse_config
+from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, Gathered
 from openrlhf.trainer.local_cluster import engine_config, policy_dtype
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
+from openrlhf.utils.tokenizer import load_tokenizer
 from tests.helpers.configs import rl_config
 from tests.tiny import make_model, write_jsonl
 
@@ -44,6 +48,31 @@ def test_lengths_do_not_hide_a_column_that_is_not_there(tmp_path: Path) -> None:
     assert question.startswith("column 'question' is not in the data set")
     assert gold.startswith("column 'gold' is not in the data set; columns found: input, answer.")
     assert reward.startswith("r.py is not a Python file that exists")
+
+
+def test_what_ends_a_response_reaches_the_sampling_of_training_and_evaluation(
+    tmp_path: Path,
+) -> None:
+    model = make_model(tmp_path / "model")
+    tokenizer = load_tokenizer(str(model))
+    end, other = tokenizer.eos_token_id, tokenizer.pad_token_id
+    tokenizer.eos_token = "<|pad|>"  # and the template ends turns with the other one
+    tokenizer.save_pretrained(model)
+    for file in ("config.json", "generation_config.json"):
+        known = json.loads((model / file).read_text())
+        (model / file).write_text(json.dumps(known | {"eos_token_id": other}))
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q"}])
+    words = f"--pretrain {model} --prompt_data {data} --eval_dataset {data} --stop ab cd "
+    words += f"--stop_token_ids 9 --save_path {tmp_path / 'run'} --remote_rm_url http://localhost:1"
+    inputs = prepare_inputs(parse_config(PPOConfig, words.split()).config, has_engines=False)
+    inputs.reward_source.close()
+    words = words.replace("--prompt_data", "--eval_dataset").replace("--pretrain", "--models")
+    gathered = Gathered()
+    measured = gather_inputs(parse_config(EvaluateConfig, words.split()).config, gathered)
+    measured.reward_source.close()
+    for sampling in (inputs.sampling, inputs.eval_sampling, measured.sampling):
+        assert sampling.stop == ("ab", "cd")
+        assert sampling.stop_token_ids == (other, end, 9)
 
 
 OWN_CODE = """

@@ -2,11 +2,13 @@
 and the config that it leaves behind reads the same data in the same way.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
 
+from openrlhf.cli import check, train_sft
 from openrlhf.commands import rl_inputs, train_supervised
 from openrlhf.config.cli import parse_config, save_resolved
 from openrlhf.config.ppo import PPOConfig
@@ -14,7 +16,8 @@ from openrlhf.config.supervised import SFTConfig
 from openrlhf.trainer.base_trainer import Inputs
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from tests.helpers.losses import COMMANDS, make_row
-from tests.tiny import write_jsonl
+from tests.integration.commands import exit_code
+from tests.tiny import read_jsonl, write_jsonl
 
 QUESTION = [{"role": "user", "content": "q"}]
 DIALOGUE = [*QUESTION, {"role": "assistant", "content": "a"}]
@@ -124,6 +127,25 @@ def test_a_saved_config_leaves_open_what_evaluation_reads_otherwise(
     assert repeated.eval_samples is not None and inputs.eval_samples is not None
     assert repeated.samples.fingerprint == inputs.samples.fingerprint
     assert repeated.eval_samples.fingerprint == inputs.eval_samples.fingerprint
+
+
+def test_a_run_that_skips_bad_rows_writes_them_beside_its_model(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    data, torn = tmp_path / "rows.jsonl", '{"messages": [{"role": "us'
+    odd = {"messages": [*QUESTION, *DIALOGUE]}
+    good = json.dumps({"messages": DIALOGUE})
+    data.write_text("\n".join([good, torn, json.dumps(odd), good]))
+    run_dir = tmp_path / "run"
+    words = f"--pretrain {tiny_model_dir} --dataset {data} --save_path {run_dir} --bad_rows skip "
+    words += "--max_epochs 1 --train_batch_size 2 --micro_train_batch_size 2"
+    assert exit_code(check.main, ["sft", *words.split()]) == 0
+    assert not run_dir.exists()
+    train_sft.main(words.split())
+    assert (run_dir / "config.json").is_file()
+    first, second = read_jsonl(run_dir / "bad_rows.jsonl")
+    assert (first["place"], first["row"]) == (f"{data}:2", torn)
+    assert (second["place"], second["row"]) == (f"{data}: row 3", odd)
 
 
 def first_prompt(config: PPOConfig) -> str:

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -457,6 +460,19 @@ def test_a_column_that_the_library_does_not_know_is_no_damage(tmp_path: Path) ->
     pq.write_table(pa.table({"m": column}), path)
     with pytest.raises(DataError, match=r"cannot be read: Arrow type map.*'m'.*Write its columns"):
         load_rows(str(path))
+
+
+def test_a_home_that_cannot_be_written_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}])
+    caches = ("HF_DATASETS_CACHE", "HF_HOME", "XDG_CACHE_HOME")
+    env = {name: value for name, value in os.environ.items() if name not in caches}
+    code = f"from openrlhf.datasets.loading import load_rows\nload_rows({str(path)!r})"
+    command = [sys.executable, "-c", code]
+    env |= {"HOME": "/dev/null/x"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    last = result.stderr.splitlines()[-1]
+    told = "Error: the cache of data sets cannot be written: /dev/null/x"
+    assert told in last and "Set HF_DATASETS_CACHE to a folder" in last
 
 
 @pytest.mark.parametrize("cache", ["/proc/nowhere", "/dev/null/cache"])

@@ -121,6 +121,17 @@ def test_tool_calls_that_the_template_does_not_know_are_a_row_error(plain):
     assert refusal(plain, CHATML, [ASKED, call('{"a": 1}')]) == lost
 
 
+def test_words_that_the_template_leaves_out_are_a_row_error(plain):
+    system = {"role": "system", "content": "Be terse."}
+    dialogue = [system, ASKED, answer("There.")]
+    for role, place in (("system", 1), ("user", 2), ("assistant", 3)):
+        silent = CHATML.replace("m.content", f"m.content if m.role != '{role}'")
+        lost = f"message {place}, the {role}'s: its text would be left out by the chat template"
+        assert refusal(plain, silent, dialogue) == lost
+    plain.chat_template = CHATML
+    assert "Be terse." in render_dialogue(TextEncoder(plain), to_messages(dialogue)).text
+
+
 def test_thoughts_that_the_template_cuts_off_are_a_row_error_where_they_are_learnt(plain):
     cutting = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
     thinks = answer("<think>Hmm.</think>There.")

@@ -163,6 +163,15 @@ def test_a_step_is_replayed_and_runs_are_reported(folder):
 
 
 @pytest.mark.slow
+def test_doctor_looks_at_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with start(tmp_path, "doctor") as process:
+        said, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == (2 if "\nfix " in said else 0), said
+    assert "torch" in said and "Traceback" not in said
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 def test_an_adapter_is_merged_into_a_model(folder):
     lora = ["--lora_rank", "4", "--save_path", "output/lora"]

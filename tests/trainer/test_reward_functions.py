@@ -10,6 +10,7 @@ from textwrap import dedent
 import pytest
 from datasets import Dataset
 
+from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
@@ -19,6 +20,7 @@ from openrlhf.rollout.engine_pool import BatchSampler
 from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
 from tests.rollout.stream_fakes import rollouts_of
+from tests.tiny import write_jsonl
 
 # One sample a row: what the policy says, the prompt, further columns.
 SAID = ["<think>a</think>\\boxed{4}", "\\boxed{5}", "print(7)"]
@@ -46,17 +48,20 @@ def score(
     code: str,
     *,
     prompts: Sequence[object] = TEXTS,
+    data: PromptDataset | None = None,
     num_samples: int = 1,
     policy: FailurePolicy | None = None,
 ) -> SampleBatch:
-    """The samples of the rows, scored by the functions of a file; the policy is at step 3 of 6."""
+    """The samples of the rows, or of `data`, scored by the functions of a file; the policy is at
+    step 3 of 6.
+    """
     file = folder / "rewards.py"
     file.write_text(dedent(code))
     rows = [
         {"prompt": prompt, **{name: values[k] for name, values in COLUMNS.items()}}
         for k, prompt in enumerate(prompts)
     ]
-    data = PromptDataset(Dataset.from_list(rows), tokenizer, RowFormat("prompt"))
+    data = data or PromptDataset(Dataset.from_list(rows), tokenizer, RowFormat("prompt"))
     engine = SayingEngine(tokenizer, SAID, version=3)
     with closing(FunctionPool(file, num_workers=1)) as pool:
         scorer = GroupScorer(SourceScorer(pool, 8, max_steps=6), policy or FailurePolicy(8))
@@ -179,6 +184,23 @@ def test_queries_hold_the_end_token_and_responses_do_not(tmp_path, tiny_tokenize
             return [float(q == p + r + "<|end|>") for q, p, r in zip(queries, prompts, responses)]
     """
     samples = score(tmp_path, tiny_tokenizer, code)
+    assert [r.reward for r in samples.rollouts] == [1, 1, 1]
+
+
+def test_labels_and_columns_reach_a_function_as_they_stand_in_the_file(tmp_path, tiny_tokenizer):
+    code = """
+        def reward_func(queries, prompts, labels, facts, written):
+            found = [repr([label, fact]) for label, fact in zip(labels, facts)]
+            return [float(each == text) for each, text in zip(found, written)]
+    """
+    values = [(1, {"n": 1, "m": None}), (7, {"n": 0.5}), (10**20, {})]
+    rows = [
+        {"prompt": text, "label": label, "facts": fact, "written": repr([label, fact])}
+        for text, (label, fact) in zip(TEXTS, values, strict=True)
+    ]
+    loaded = load_rows(str(write_jsonl(tmp_path / "rows.jsonl", rows)))
+    data = PromptDataset(loaded, tiny_tokenizer, RowFormat("prompt", label_key="label"))
+    samples = score(tmp_path, tiny_tokenizer, code, data=data)
     assert [r.reward for r in samples.rollouts] == [1, 1, 1]
 
 
