@@ -33,7 +33,7 @@ from openrlhf.datasets.chat import (
 from openrlhf.datasets.command_data import inference_data
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
-from openrlhf.datasets.tokenized import write_bad_rows
+from openrlhf.datasets.tokenized import IMAGE_COLUMNS, write_bad_rows
 from openrlhf.distributed import collectives
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
@@ -491,11 +491,13 @@ def rewards_in_prompts(
 
 
 def by_input(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of each prompt, text or messages, in the order of their first rows."""
+    """Return the rows of each prompt, text or messages with images, in the order of their first
+    rows.
+    """
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        asked = [row["input"], row.get("tools")]
-        groups.setdefault(json.dumps(asked, sort_keys=True), []).append(row)
+        asked = [row.get(name) for name in ("input", "tools", *IMAGE_COLUMNS)]
+        groups.setdefault(json.dumps(asked, sort_keys=True, default=as_text), []).append(row)
     return list(groups.values())
 
 

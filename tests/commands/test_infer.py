@@ -406,6 +406,15 @@ def test_message_lists_that_say_the_same_are_one_prompt():
     assert best_answers(rows) == [rows[1]]
 
 
+@pytest.mark.parametrize("column", ["images", "image"])
+def test_a_question_about_another_picture_is_another_prompt(column):
+    rows = [row("which?", said, reward) for said, reward in (("x", 1.0), ("y", 2.0), ("z", 0.0))]
+    rows = [each | {column: seen} for each, seen in zip(rows, (b"a", b"b", b"a"), strict=True)]
+    assert best_answers(rows) == rows[:2]
+    [pair], _ = preference_pairs(rows)
+    assert (pair["chosen"], pair["rejected"], pair[column]) == ("x", "z", b"a")
+
+
 def test_the_reward_is_written_behind_the_prompt_with_two_decimals():
     braces = "print {reward} {input} {x}"
     found = rewards_in_prompts([row("2+2=", "4", 1.234), row(braces, "3", -0.5)])
