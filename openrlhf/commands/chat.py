@@ -101,6 +101,7 @@ class Chat:
                 if line == "/reset":
                     self.turns.clear()
                     self.images.clear()
+                    self.added.clear()
                     say("The conversation starts anew.\n")
                 elif line.startswith(ADD_IMAGE):
                     self._add(line.removeprefix(ADD_IMAGE).strip())
@@ -189,7 +190,8 @@ class Chat:
             prompt = torch.tensor([self.prompt_for(line)], device=self._model.device)
         except (ConfigError, PictureError, RowError) as error:
             say(f"{error}\n")
-            if isinstance(error, PictureError):
+            if self.added:
+                say("[its images are left out]\n")
                 self.added.clear()
             return
         rollout, chance = self.config.rollout, {}

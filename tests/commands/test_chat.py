@@ -234,6 +234,25 @@ def test_a_picture_of_a_shape_that_the_model_does_not_read_costs_a_line(
     assert len(chat.turns) == 1 and "300x1 pixels: absolute aspect" in capsys.readouterr().out
 
 
+def test_a_picture_that_does_not_fit_costs_a_line_and_reset_forgets_those_of_the_next(
+    tmp_path, monkeypatch, capsys
+):
+    """28x280 pixels are 10 tokens, and the limit leaves room for 15."""
+    model = tiny_vision.make("qwen2_5_vl", tmp_path / "model")
+    tiny_vision.noise(28, 280).save(tmp_path / "wide.png")
+    words = ["--pretrain", str(model), *GREEDY.split(), "--apply_chat_template"]
+    chat = Chat(parse_config(ChatConfig, words).config)
+    chat.max_len = 20
+    add = f"/image {tmp_path}/wide.png"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{add}\nwhat\nwhat\n{add}\n/reset\n"))
+    chat.talk()
+    said = capsys.readouterr().out
+    assert "The line makes 19 tokens, and --max_len 20" in said
+    assert "[its images are left out]" in said
+    assert said.count("makes") == 1
+    assert chat.turns == [] and chat.added == []
+
+
 @pytest.mark.parametrize("flags", [["--apply_chat_template"], []])
 def test_a_picture_that_cannot_be_shown_is_refused(tiny_model_dir, flags):
     words = ["--pretrain", str(tiny_model_dir), "--image", "a.png", *flags]
