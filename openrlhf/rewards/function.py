@@ -47,9 +47,9 @@ ROW_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")  # of 
 LIST_NAMES = tuple(f"{name}s" for name in ROW_NAMES)
 KNOWN = (
     "queries, prompts, labels, responses, columns; or prompts, completions, completion_ids, "
-    f"labels, trainer_state, log_metric, log_extra; or {', '.join(ROW_NAMES)}; and images"
+    f"labels, trainer_state, log_metric, log_extra; or {', '.join(ROW_NAMES)}; and images, image"
 )
-IMAGES = "images"  # of any form: those of each sample's prompt
+IMAGES, IMAGE = "images", "image"  # of any form: those of each sample, and the first or None
 MAX_SHOWN = 120  # characters of an argument
 MAX_SHOWN_COLUMNS = 12
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -302,12 +302,11 @@ def _arguments(
     `noted` take what it says beside its rewards.
     """
     columns: dict[str, object] = {name: list(values) for name, values in batch.columns.items()}
-    is_named = IMAGES in inspect.signature(function).parameters
-    is_wanted = is_named or (bool(batch.images) and takes_any(function))
-    if any(batch.images) and is_wanted:
-        columns[IMAGES] = opened(batch.images)
-    elif is_wanted:
-        columns.setdefault(IMAGES, [[] for _ in batch.queries])
+    named = {IMAGES, IMAGE} & {*inspect.signature(function).parameters}
+    if named or (batch.images and takes_any(function)):
+        images = opened(batch.images or [()] * len(batch))
+        seen = {IMAGES: images, IMAGE: [next(iter(each), None) for each in images]}
+        columns = columns | seen if batch.images else seen | columns
     labels, responses = _labels(batch, "labels"), list(batch.responses)
     if names := _verl_names(function):
         sources = columns.get("data_source") or columns.get("datasource") or [""] * len(batch)

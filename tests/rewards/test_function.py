@@ -363,11 +363,15 @@ def compute_score(data_source, solution_str, ground_truth, images=None):
 """, """
 def any_columns(completions, **columns):
     return [len(images) for images in columns["images"]]
+""", """
+def one_image(completions, image, **columns):
+    return [0 if seen is None else seen.size[0] for seen in image]
 """  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("code", "rewards"), zip(SEES, [[4, 0, 8], [255, 0, 510], [1, 0, 2], [1, 0, 2]], strict=True)
+    ("code", "rewards"),
+    zip(SEES, [[4, 0, 8], [255, 0, 510], [1, 0, 2], [1, 0, 2], [4, 0, 4]], strict=True),
 )
 def test_a_function_of_any_form_sees_the_images_of_each_sample(tmp_path, code, rewards):
     functions = reward_from(tmp_path, code)
@@ -383,6 +387,15 @@ def test_a_function_that_sees_images_gets_empty_lists_where_there_are_none(tmp_p
     assert reward_from(tmp_path, SEES[3]).answer(none).rewards == [0, 0]
     own = batch_of(2, images=["a", "bc"])  # a column of a run without images
     assert reward_from(tmp_path, SEES[3]).answer(own).rewards == [1, 2]
+
+
+def test_a_function_that_sees_one_image_gets_none_where_there_is_none(tmp_path):
+    """It is known before there are samples: the column of images is none of the others."""
+    one_image = reward_from(tmp_path, SEES[4])
+    one_image.check(RewardBatch.of_columns(["is_truncated", "answer"]))
+    assert one_image.answer(replace(batch_of(2), images=[(), ()])).rewards == [0, 0]
+    own = batch_of(2, image=[RED.open(), None])  # a column of a run without images
+    assert one_image.answer(own).rewards == [4, 0]
 
 
 def test_images_that_no_function_reads_are_not_decoded(tmp_path):
