@@ -32,6 +32,13 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
     return base
 
 
+def whole_model(path: str) -> str:
+    """Return the path, or that of the model below an adapter and those that it was trained on."""
+    while (base := base_of_adapter(path)) is not None:
+        path = base
+    return path
+
+
 def is_reward_adapter(path: str | os.PathLike[str]) -> bool:
     """Return True if a folder holds the adapter of a reward model, with its head."""
     settings = read_adapter_config(path)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.utils.adapter_folder import base_of_adapter
+from openrlhf.utils.adapter_folder import whole_model
 from openrlhf.utils.vision_families import FAMILIES, Size, VisionFamily, family_of
 
 if TYPE_CHECKING:  # workers of reward functions read pictures, and nothing heavy
@@ -181,7 +181,8 @@ def processor_files(config: Any) -> list[str]:
 
     if not is_vision(config):
         return []
-    path, may_lack = config._name_or_path, {"_raise_exceptions_for_missing_entries": False}
+    path = whole_model(config._name_or_path)
+    may_lack = {"_raise_exceptions_for_missing_entries": False}
     files = (cached_file(path, f"{name}.json", **may_lack) for name in PROCESSOR_FILES)
     return [file for file in files if file is not None]
 
@@ -230,8 +231,7 @@ class ImageProcessor:
         """Load the processor of a model's folder or hub name, or of an adapter's base, with other
         limits of pixels for each picture; raise ConfigError where it has none.
         """
-        while (base := base_of_adapter(path)) is not None:
-            path = base
+        path = whole_model(path)
         import transformers  # noqa: PLC0415 - samples hold pictures, and are used where it is not
 
         options = {"trust_remote_code": trust_remote_code}

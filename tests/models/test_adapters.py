@@ -29,6 +29,7 @@ from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
+from tests.helpers import tiny_vision
 from tests.tiny import Payload, make_model
 
 LORA = LoraConfig(rank=4, alpha=8)
@@ -86,6 +87,17 @@ def test_a_reward_adapter_brings_its_head_and_scale(
     model = RewardModel(loaded, normalize_reward=True)
     expected = (RewardModel(adapted)(batch).scores - 0.5) / 2.0
     torch.testing.assert_close(model(batch).scores, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_trained_on_an_adapter_is_exported_with_the_image_processor_of_its_base(
+    tmp_path: Path,
+) -> None:
+    base = tiny_vision.make("qwen2_5_vl", tmp_path / "base")
+    add_lora(load_causal_lm(base), LORA).save_pretrained(tmp_path / "adapter")  # as PEFT does
+    model = load_causal_lm(tmp_path / "adapter")
+    export_hf(model, load_tokenizer(str(base)), tmp_path / "out")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (tmp_path / "out" / name).read_text() == (base / name).read_text()
 
 
 def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
