@@ -62,6 +62,7 @@ from openrlhf.trainer.ppo_utils.demands import (
 )
 from openrlhf.utils.console import notice, print_banner, warn
 from openrlhf.utils.gpus import visible_gpus
+from openrlhf.utils.images import is_vision
 
 ROOM = 0.8  # of the free memory, for the weights of reward models
 REWARD_S = 30.0  # for the rewards of two rows
@@ -359,6 +360,8 @@ class Plan:
         shares = {role: share_of(s, models[role], config.ds) for role, s in self.shapes.items()}
         for role, share in shares.items():
             lines[role] = share.in_words(models[role])
+            if models[role].trains and is_vision(self.shapes[role].config):
+                lines[role] += "; what its tower keeps of images comes on top"
             pools.setdefault(models[role].pool if self.has_gpus else "", []).append(role)
         engine, sleeps = 0.0, False
         engines = [demand for demand in self.demands if demand.role == "vllm"]
