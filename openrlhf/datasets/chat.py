@@ -126,18 +126,20 @@ def spelled_messages(value: object) -> object:
     return found if is_list else value
 
 
-def history_messages(value: object) -> list[Message]:
-    """Return the messages of a column `history`: pairs of question and answer, or messages."""
+def history_messages(value: object, *, reads_pictures: bool = False) -> list[Message]:
+    """Return the messages of a column `history`: pairs of question and answer, or messages; with
+    PICTURE for a picture where they are read.
+    """
     found = _from_json(value, "'history'") if isinstance(value, str) else value
     if not isinstance(found, (list, tuple)):
         raise RowError(f"'history' is {value!r}, not a list")
     if any(isinstance(turn, Mapping) for turn in found):
-        return to_messages(found)
+        return to_messages(found, reads_pictures=reads_pictures)
     if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in found):
         raise RowError("'history' is no list of pairs, each of a question and its answer")
     roles = ("user", "assistant")
     turns = [{"role": r, "content": t} for pair in found for r, t in zip(roles, pair, strict=True)]
-    return [_to_message(turn, set()) for turn in turns]
+    return [_to_message(turn, set(), reads_pictures=reads_pictures) for turn in turns]
 
 
 @lru_cache(maxsize=4)

@@ -26,9 +26,7 @@ def values_in(value: object) -> list[Any]:
     """Return the value of each picture in message lists; None of a part that is only a place."""
     if isinstance(value, Mapping):
         if is_place(value):
-            found: Any = next((value[key] for key in PART_KEYS if value.get(key) is not None), None)
-            has_url = isinstance(found, Mapping) and found.get("url") is not None
-            return [found["url"] if has_url else found]
+            return [_value_of(value)]
         keys = ("messages", "conversations", "content", "value")
         return [found for key in keys for found in values_in(value.get(key))]
     is_list = isinstance(value, (list, tuple))
@@ -36,10 +34,21 @@ def values_in(value: object) -> list[Any]:
 
 
 def values_of(column: object) -> list[Any]:
-    """Return the values in a column of one picture or of a list of them."""
+    """Return the values in a column of one picture or of a list of them; an object may hold one
+    as a content part does.
+    """
     if column is None or column == "":
         return []
-    return [*column] if isinstance(column, (list, tuple)) else [column]
+    values = column if isinstance(column, (list, tuple)) else [column]
+    is_part = [isinstance(each, Mapping) and not each.get("bytes") for each in values]
+    return [_value_of(v) if part else v for v, part in zip(values, is_part, strict=True)]
+
+
+def _value_of(part: Mapping[str, Any]) -> Any:
+    """Return the value of the picture that a content part holds, if there is one."""
+    found = next((part[key] for key in PART_KEYS if part.get(key) is not None), None)
+    has_url = isinstance(found, Mapping) and found.get("url") is not None
+    return found["url"] if has_url else found
 
 
 def with_places(messages: Sequence[Message], num_pictures: int, *, begins: bool) -> list[Message]:

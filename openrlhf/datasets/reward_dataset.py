@@ -69,7 +69,7 @@ class PreferenceDataset(TokenizedDataset):
 
     @property
     def _image_columns(self) -> list[str]:
-        return [name for name in self._columns if name and name != self._format.rejected_key]
+        return [name for name in super()._image_columns if name != self._format.rejected_key]
 
     def _pictures(self, row: Row, row_id: int) -> tuple[Picture, ...]:
         sides = (self._format.chosen_key, self._format.rejected_key)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -381,11 +381,12 @@ class TokenizedDataset(ABC):
         keys that its table filled in; raise RowError.
         """
         found, form = self._completed(row), self._format
-        named = () if form.pretrain_mode else {*self._columns} - {None, form.label_key}
+        named = () if form.pretrain_mode else {*self._columns, "history"} - {None, form.label_key}
         for name in {*named, *DIALOGUE_COLUMNS} & found.keys():
             if not isinstance(self._feature(name), (datasets.Json, ExactJson)):
                 found[name] = without_nulls(found[name])
-        return {**found, **{name: spelled_messages(found[name]) for name in named}}
+        there = found.keys() & named
+        return {**found, **{name: spelled_messages(found[name]) for name in there}}
 
     def _feature(self, name: str) -> object:
         features = self._rows.features
@@ -406,23 +407,19 @@ class TokenizedDataset(ABC):
         """Return the messages of a column and, where they begin a dialogue, those of the columns
         `system` and `history` before them.
         """
-        found = to_messages(
-            row[column],
-            text_role=text_role,
-            unread=self._encoder.unread,
-            reads_pictures=self._reads_images,
-        )
+        reads_pictures, unread = self._reads_images, self._encoder.unread
+        read = partial(to_messages, unread=unread, reads_pictures=reads_pictures)
+        found = read(row[column], text_role=text_role)
         system, history = row.get("system"), row.get("history")
         if begins and history:
-            found = history_messages(history) + found
-        if pictures := self._own_images(row):
-            found = with_places(found, len(pictures), begins=begins)
-        if not begins or not system:
-            return found
-        if found[0]["role"] not in ("system", "developer"):
-            return to_messages([{"role": "system", "content": system}]) + found
-        if found[0]["content"] != system:
-            self._encoder.unread.add("'system' of rows with a system message")
+            found = history_messages(history, reads_pictures=reads_pictures) + found
+        if begins and system:
+            if found[0]["role"] not in ("system", "developer"):
+                found = read([{"role": "system", "content": system}]) + found
+            elif found[0]["content"] != system:
+                unread.add("'system' of rows with a system message")
+        if self._image_keys:
+            found = with_places(found, len(self._own_images(row)), begins=begins)
         return found
 
     def _told(self, row: Row) -> dict[str, Any]:
@@ -591,8 +588,9 @@ class TokenizedDataset(ABC):
 
     @property
     def _image_columns(self) -> list[str]:
-        """Return the columns whose messages may hold pictures, those of a sequence."""
-        return [name for name in self._columns if name]
+        """Return the columns whose messages may hold pictures, those of a sequence in order."""
+        before = ("system", "history") if self._format.apply_chat_template else ()
+        return [*before, *(name for name in self._columns if name)]
 
     def _picture_values(self, row: Row) -> list[Any]:
         """Return the values of a row's pictures, in the order of their places."""
@@ -625,6 +623,8 @@ class TokenizedDataset(ABC):
             pictures = tuple(read_picture(value, folder=folder) for value in values)
             for picture in pictures:
                 self._processor.num_tokens(picture)  # raises for a shape that it does not read
+                if picture.has_more_frames:
+                    self._encoder.unread.add("frames of images behind the first")
             return pictures
         except PictureError as error:
             raise RowError(str(error)) from error

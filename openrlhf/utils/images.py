@@ -55,6 +55,14 @@ class Picture:
         """Return the picture, decoded to RGB and turned as its EXIF data say."""
         return _decoded(self.data)
 
+    @property
+    def has_more_frames(self) -> bool:
+        """Return True if frames follow the first, which is all that is read; a photo's preview
+        behind it is none.
+        """
+        with Image.open(io.BytesIO(self.data), formats=FORMATS) as image:
+            return image.format != "MPO" and getattr(image, "is_animated", False)
+
     def as_png(self) -> bytes:
         """Return a PNG file with the same pixels."""
         return self.data if self.data.startswith(PNG_START) else _png(self.open())
@@ -93,9 +101,12 @@ def _as_seen(image: Image.Image) -> Image.Image:
     image = ImageOps.exif_transpose(image)
     if image.mode == "F":
         raise PictureError("floats have no scale, save it with 8 or 16 bits")
-    # 16 bits of gray, which Pillow would cut off at 255; whole numbers up to there are 8 bits.
-    brightest = max(cast(tuple[float, float], image.getextrema())) if image.mode == "I" else 0
-    if image.mode.startswith("I;16") or brightest > 255:
+    if image.mode == "I":  # whole numbers that 8 bits hold are taken to be 8 bits
+        least, most = cast(tuple[int, int], image.getextrema())
+        if least < 0 or most > 255:
+            told = f"whole numbers from {least} to {most} have no scale"
+            raise PictureError(f"{told}, save it with 8 or 16 bits")
+    if image.mode.startswith("I;16"):  # of gray, which Pillow would cut off at 255
         image = image.convert("I").point(lambda value: value * (1 / 256))
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))

@@ -162,6 +162,16 @@ def test_a_column_of_images_that_a_flag_names_is_read(model, folder):
     assert data.notices[1:] == ["not read: 'image'"]
 
 
+@pytest.mark.parametrize("key", ["image", "image_url", "path"])
+def test_images_of_a_column_may_be_objects(model, folder, key):
+    """As verl's rows have them."""
+    own = {"bytes": png(SMALL), "path": "nowhere.png"}
+    values = [{key: str(folder / "wide.png")}, own if key == "path" else {key: own}]
+    for value, num_tokens in zip(values, (2, 1), strict=True):
+        [example] = data_set(model, [{"prompt": "a", "images": [value], "answer": "b"}])
+        assert example.token_ids.tolist().count(PAD) == num_tokens
+
+
 def test_rows_of_mixed_data_sets_have_their_images_in_either_column(model, folder):
     """Where both have a value, one is read, and it is said."""
     small, wide = (str(folder / name) for name in ("small.png", "wide.png"))
@@ -187,12 +197,31 @@ def test_a_prompt_carries_its_pictures_and_not_their_column(model, folder):
 
 
 def test_the_turns_of_a_history_have_places_too(model, folder):
-    files = [str(folder / name) for name in ("wide.png", "small.png")]
-    row = {"system": "s", "history": [["<image>a", "b"]], "prompt": "<image>c", "answer": "d"}
-    data = data_set(model, [row | {"images": files}], apply_chat_template=True)
-    text = load_tokenizer(model).decode(data[0].token_ids)
-    seen = [part.count("<|image_pad|>") for part in text.split("<|user|>")]
-    assert seen == [0, 2, 1]
+    """By tags or by parts, whose own pictures come in the order of their places."""
+    wide, small = (str(folder / name) for name in ("wide.png", "small.png"))
+    asked = [part(image=wide), words("a")]
+    own = [{"role": "user", "content": asked}, {"role": "assistant", "content": [words("b")]}]
+    prompt = [{"role": "user", "content": [part(image=small), words("c")]}]
+    rows = [
+        {"history": [["<image>a", "b"]], "prompt": "<image>c", "images": [wide, small]},
+        {"history": own, "prompt": prompt},
+        {"history": json.dumps(own), "prompt": prompt},
+        {"history": own, "prompt": [{"role": "user", "content": [part(), words("c")]}]}
+        | {"images": [small]},
+    ]
+    for row in rows:
+        data = data_set(model, [row | {"answer": "d", "system": "s"}], apply_chat_template=True)
+        text = load_tokenizer(model).decode(data[0].token_ids)
+        seen = [part.count("<|image_pad|>") for part in text.split("<|user|>")]
+        assert seen == [0, 2, 1]
+
+
+def test_a_system_message_has_the_place_that_it_marks(model, folder):
+    row = {"system": "See <image>", "prompt": "what?", "images": [str(folder / "small.png")]}
+    [example] = data_set(model, [row | {"answer": "b"}], apply_chat_template=True)
+    text = load_tokenizer(model).decode(example.token_ids)
+    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert text.startswith(f"<|system|>See {place}<|end|><|user|>what?<|end|>")
 
 
 BAD = [
@@ -202,6 +231,8 @@ BAD = [
     ),
     ({"prompt": "<image>a<image>", "images": ["small.png"]}, "images: 1, and places for them: 2"),
     ({"prompt": "<image>a", "images": ["small.png"] * 2}, "images: 2, and places for them: 1"),
+    ({"prompt": "<image>a", "images": []}, "images: 0, and places for them: 1"),
+    ({"prompt": "<image>a", "images": None}, "images: 0, and places for them: 1"),
     ({"prompt": "a", "images": ["gone.png"]}, "'gone.png' is neither a file nor base64"),
     ({"prompt": "a", "images": ["torn.png"]}, "an image that cannot be decoded"),
     ({"prompt": "a", "images": ["http://a.b/c.png"]}, "is a URL: images are not fetched"),
@@ -218,6 +249,16 @@ def test_a_bad_picture_names_its_row(model, folder, row, told):
     file = write_jsonl(folder / "rows.jsonl", [good, row | {"answer": "b"}])
     with pytest.raises(DataError, match=rf"rows\.jsonl: row 2: .*{told}"):
         data_set(model, load_rows(str(file)), max_images_per_prompt=2)
+
+
+def test_rows_with_bad_pictures_may_be_left_out(model, folder):
+    files = [["gone.png"], ["small.png"], ["small.png"] * 2, ["wide.png"]]
+    rows = [{"prompt": "<image>a", "images": seen, "answer": "b"} for seen in files]
+    file = write_jsonl(folder / "rows.jsonl", rows)
+    data = data_set(model, load_rows(str(file)), bad_rows="skip")
+    assert data.row_ids == [1, 3] and data.dropped == {"bad": 2}
+    assert [row for row, _ in data.bad_rows] == [0, 2]
+    assert [[image.width for image in data.images(i)] for i in range(2)] == [[28], [56]]
 
 
 def test_no_placeholder_that_a_text_spells_is_learnt(model, folder):
@@ -244,13 +285,19 @@ def test_sides_of_a_pair_with_other_images_are_refused(model, folder):
     assert len(pair("small.png").images) == 1
 
 
-@pytest.mark.parametrize("overlong", ["filter", "truncate"])
-def test_a_row_with_pictures_is_left_out_and_never_cut(model, folder, overlong):
+@pytest.mark.parametrize("kind", [SFTDataset, PromptDataset])
+@pytest.mark.parametrize("overlong", ["filter", "truncate", "error"])
+def test_a_row_with_pictures_is_left_out_or_named_and_never_cut(model, folder, overlong, kind):
     large = tiny_vision.noise(28 * 6, 28 * 6)
     large.save(folder / "large.png")
     rows = [{"prompt": "a", "images": [str(folder / n)]} for n in ("large.png", "small.png")]
     rows = [row | {"answer": "b"} for row in rows]
-    data = data_set(model, rows, max_len=20, overlong=overlong)
+    limits = {"max_len": 20, "overlong": overlong}
+    if overlong == "error":
+        with pytest.raises(DataError, match=r"row 1: 4\d tokens, over the limit of 20"):
+            data_set(model, rows, kind, **limits)
+        return
+    data = data_set(model, rows, kind, **limits)
     assert data.row_ids == [1] and data.dropped == {"over-long": 1}
 
 
@@ -300,6 +347,22 @@ def test_places_that_plain_text_spells_are_counted_and_stand_apart(model, folder
     row = row | {"images": [str(folder / "small.png")] * 2, "answer": "b"}
     with pytest.raises(DataError, match=f"row 1: .*{told}"):
         data_set(model, [row], **form)
+
+
+def test_a_mark_is_text_where_no_column_has_images(model):
+    rows = [{"prompt": "an <image>", "answer": "b"}]
+    [example] = data_set(model, rows, apply_chat_template=True)
+    assert "an <image><|end|>" in load_tokenizer(model).decode(example.token_ids)
+
+
+@pytest.mark.parametrize("suffix", ["gif", "tiff"])
+def test_frames_behind_the_first_are_named_as_not_read(model, folder, suffix):
+    path = folder / f"several.{suffix}"
+    WIDE.save(path, save_all=True, append_images=[SMALL.resize(WIDE.size)])
+    rows = [{"prompt": "a", "images": [str(path)], "answer": "b"}]
+    data = data_set(model, rows)
+    assert data[0].token_ids.tolist().count(PAD) == 2
+    assert data.notices[1:] == ["not read: frames of images behind the first"]
 
 
 def test_images_are_not_read_where_none_is_allowed(model, folder):

@@ -58,6 +58,12 @@ def test_eight_bits_of_gray_as_whole_numbers_are_what_they_are():
     assert read_picture(gray).open().split()[0].tobytes() == bytes([0, 100, 255])
 
 
+@pytest.mark.parametrize(("least", "most"), [(0, 300), (-1, 100)])
+def test_other_whole_numbers_have_no_scale(least, most):
+    with pytest.raises(PictureError, match=f"whole numbers from {least} to {most} have no scale"):
+        read_picture(Image.fromarray(np.array([[least, 100, most]], dtype="int32")))
+
+
 def test_an_image_that_is_given_is_turned_as_its_exif_data_say():
     image = Image.new("RGB", (4, 2))
     image.getexif()[0x0112] = 6  # the top of the scene is at its right
