@@ -18,7 +18,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.utils.user_code import split_name
 from tests.helpers.configs import CONFIGS
 from tests.helpers.documents import DOCUMENTS, FENCE, Block, blocks, commands, named
-from tests.source import ROOT
+from tests.source import ROOT, modules
 
 README = DOCUMENTS[0].read_text()
 OF_LAUNCHERS = {"module", "address"}
@@ -189,6 +189,13 @@ def test_the_site_builds_with_strict_links_and_loads_nothing_from_elsewhere(site
         )
     for sheet in site.rglob("*.css"):
         assert not re.search(r"(?:url\(|@import )[\"']?(?:https?:)?//", sheet.read_text()), sheet
+
+
+def test_nothing_says_that_it_is_still_to_be_built():
+    texts = {module.where: module.text for module in modules("openrlhf")}
+    texts |= {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
+    words = re.compile(r"not[ _]built|not (?:yet )?implemented|not supported yet", re.IGNORECASE)
+    assert [where for where, text in texts.items() if words.search(text)] == []
 
 
 def test_nobody_is_told_to_install_the_name_on_the_index() -> None:

@@ -1,5 +1,6 @@
 """lora_combiner: the merged model answers as base and adapter together do, and loads by itself."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import peft
@@ -12,9 +13,13 @@ from openrlhf.commands.merge_lora import run_lora_combiner
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import LoraCombinerConfig
 from openrlhf.errors import ConfigError
+from tests.helpers import tiny_vision
+from tests.helpers.supervised_runs import weights_of
+from tests.helpers.vision_samples import Samples
 from tests.tiny import make_model, make_reward_model
 
 TOKEN_IDS = torch.tensor([[10, 42, 99, 7, 130]])
+TEXT = {"input_ids": TOKEN_IDS}
 
 
 def combine(base: Path, adapter: Path, output: Path, *flags: str) -> None:
@@ -22,7 +27,12 @@ def combine(base: Path, adapter: Path, output: Path, *flags: str) -> None:
     run_lora_combiner(parse_config(LoraCombinerConfig, [*words, *flags]).config)
 
 
-def save_adapter(model: torch.nn.Module, path: Path, **config: object) -> torch.Tensor:
+def save_adapter(
+    model: torch.nn.Module,
+    path: Path,
+    inputs: Mapping[str, torch.Tensor] = TEXT,
+    **config: object,
+) -> torch.Tensor:
     """Put a random adapter on a model and save it; answers the adapted model's logits."""
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], **config)
     adapted = peft.get_peft_model(model, settings).eval()
@@ -33,7 +43,7 @@ def save_adapter(model: torch.nn.Module, path: Path, **config: object) -> torch.
                 parameter.normal_(std=0.2)
     adapted.save_pretrained(path)
     with torch.no_grad():
-        return adapted(TOKEN_IDS).logits
+        return adapted(**inputs).logits
 
 
 def test_a_merged_language_model_answers_as_the_adapted_one(tmp_path):
@@ -65,6 +75,23 @@ def test_a_merged_reward_model_brings_the_head_saved_with_its_adapter(tmp_path):
     combine(base, tmp_path / "adapter", tmp_path / "merged", "--is_rm")
     merged = auto_class.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(TOKEN_IDS).logits, adapted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_merged_model_reads_images_as_the_adapted_one(tmp_path):
+    base = tiny_vision.make("qwen2_5_vl", tmp_path / "base")
+    auto_class = transformers.AutoModelForImageTextToText
+    inputs = Samples(str(base)).inputs(0)  # two images
+    model = auto_class.from_pretrained(base)
+    before = model(**inputs).logits
+    adapted = save_adapter(model, tmp_path / "adapter", inputs, task_type="CAUSAL_LM")
+    combine(base, tmp_path / "adapter", tmp_path / "merged")
+    merged, info = auto_class.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info.values())
+    torch.testing.assert_close(merged(**inputs).logits, adapted, atol=1e-5, rtol=1e-5)
+    assert (adapted - before).abs().max() > 0.1
+    assert weights_of(tmp_path / "merged").keys() == weights_of(base).keys()
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (tmp_path / "merged" / name).read_text() == (base / name).read_text()
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):

@@ -62,6 +62,11 @@ def test_check_counts_the_weights_of_a_frozen_tower_as_not_trained(capsys):
     assert "parameters  419.7k, 108.2k trained" in capsys.readouterr().out
 
 
+def test_check_says_that_its_memory_has_no_share_of_what_a_tower_computes(capsys):
+    assert exit_code(check.main, SFT.split()) == 0
+    assert "; what its tower keeps of images comes on top" in capsys.readouterr().out
+
+
 def test_pretraining_text_is_read_without_images(capsys):
     write_jsonl("texts.jsonl", [{"text": "an <image>", "images": ["a.png"]}])
     ppo = f"{PPO} --advantage_estimator rloo --remote_rm_url reward.py --pretrain_data texts.jsonl"
@@ -99,6 +104,11 @@ REFUSED = [
     ),
     ("rm --pretrain vision --dataset rows.jsonl --chosen_key answer", "Reward models and critics"),
     (f"{PPO} --remote_rm_url reward.py", "Reward models and critics read texts alone"),
+    (
+        f"{PPO} --advantage_estimator rloo --reward_pretrain vision",
+        "Reward models and critics read texts alone",
+    ),
+    ("prm --pretrain vision --dataset rows.jsonl", "train_prm reads texts alone"),
 ]
 
 
@@ -137,7 +147,8 @@ def test_families_with_tiles_are_checked_alike(capsys, kind, num_tokens):
         assert f"{refused}: tiles {SAYS}" in capsys.readouterr().err
 
 
-def test_videos_are_refused_by_row(capsys):
-    write_jsonl("rows.jsonl", [ROW, ROW | {"videos": ["a.mp4"]}])
+@pytest.mark.parametrize("column", ["videos", "audios"])
+def test_other_media_are_refused_by_row(capsys, column):
+    write_jsonl("rows.jsonl", [ROW, ROW | {column: ["a.mp4"]}])
     assert exit_code(check.main, SFT.split()) == 2
-    assert "row 2: 'videos' has a value" in capsys.readouterr().err
+    assert f"row 2: '{column}' has a value" in capsys.readouterr().err

@@ -15,8 +15,8 @@ from torch import Tensor
 from openrlhf.engines import own_generate
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.errors import WeightSyncError
+from openrlhf.engines.vllm_engine import VLLMEngine, check_prompt
+from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.packing import PACKED_ATTENTION
@@ -175,6 +175,43 @@ def test_an_update_of_the_tower_alone_is_seen_at_once_and_its_receipt_names_it(s
         [[after]] = engine.generate([asked])
         assert trained.gap(asked, after) < 1e-6
         assert trained.gap(asked, before) > 0.01
+
+
+def test_an_update_that_kept_the_vectors_of_images_would_be_found(seen, engine, monkeypatch):
+    """vLLM keeps them by the picture, whatever tower made them."""
+    asked = seen.request(PICTURES, temperature=0.0, max_new_tokens=8)
+    trained = Seen(seen.path)
+    shake_tower(trained.model, 1)
+    with restored(engine, seen.model, 0):
+        engine.generate([asked])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.llm, "reset_encoder_cache", lambda: None)
+            send(engine, weights(trained.model), 1)
+        [[stale]] = engine.generate([asked])
+        assert trained.gap(asked, stale) > 0.01
+
+
+def test_an_engine_that_slept_reads_images_with_the_weights_that_it_is_sent(seen, engine):
+    asked = seen.request(PICTURES, temperature=0.0, max_new_tokens=8)
+    trained = Seen(seen.path)
+    shake_tower(trained.model, 1)
+    with restored(engine, seen.model, 0):
+        engine.generate([asked])
+        engine.sleep()
+        engine.wake_up("weights")
+        send(engine, weights(trained.model), 1)
+        engine.wake_up("kv_cache")
+        [[answer]] = engine.generate([asked])
+        assert trained.gap(asked, answer) < 1e-6
+
+
+def test_a_prompt_that_vllm_read_otherwise_is_refused(seen):
+    asked = seen.request(PICTURES)
+    check_prompt(asked, [*asked.prompt_token_ids])
+    with pytest.raises(
+        EngineError, match=r"prompt r was sent with \d+ tokens, and vLLM .* 3 others"
+    ):
+        check_prompt(asked, asked.prompt_token_ids[:3])
 
 
 def test_an_update_in_the_middle_of_a_request_is_seen_by_its_later_tokens(seen, engine):

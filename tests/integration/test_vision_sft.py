@@ -24,7 +24,7 @@ from tests.helpers.supervised_runs import weights_of
 from tests.helpers.vision_samples import Samples
 from tests.integration.commands import run_command
 from tests.source import ROOT
-from tests.tiny import write_jsonl
+from tests.tiny import read_jsonl, write_jsonl
 
 WORDS = list(tiny_vision.COLOURS)
 NUM_PICTURES = 320
@@ -150,6 +150,16 @@ def resume(root: Path) -> None:
     start(root, "resumed", saving)
 
 
+def recompute_and_evaluate(root: Path) -> None:
+    rows = read_jsonl(root / "rows.jsonl")[:16]
+    swapped = [row | {"images": rows[i - 1]["images"]} for i, row in enumerate(rows)]
+    for name, held_out in (("plain", rows), ("recomputed", rows), ("swapped", swapped)):
+        write_jsonl(root / f"eval_{name}.jsonl", held_out)
+        more = f"--eval_dataset {root}/eval_{name}.jsonl --eval_steps 2"
+        more += " --gradient_checkpointing" if name == "recomputed" else ""
+        start(root, name, f"{SHORT} {more}")
+
+
 def freeze(root: Path) -> None:
     start(root, "frozen", f"{SHORT} --freeze_visual_encoder")
     start(root, "adapted", f"{SHORT} --lora_rank 4")
@@ -218,6 +228,20 @@ def test_a_frozen_tower_keeps_its_bits_and_an_adapter_is_on_the_language_model(r
     shutil.copytree(root / "adapted", root / "merged")
     assert ImageProcessor.load(str(root / "merged")).image_token_id == 8
     load_causal_lm(root / "merged")
+
+
+def test_recomputed_activations_give_the_same_weights_and_an_evaluation_sees_the_pictures(root):
+    run_ranks(recompute_and_evaluate, 1, root)
+    names = ("plain", "recomputed", "swapped")
+    plain, recomputed, swapped = (weights_of(root / name) for name in names)
+    for key, tensor in plain.items():
+        torch.testing.assert_close(recomputed[key], tensor, atol=1e-6, rtol=0)
+        assert torch.equal(swapped[key], tensor)
+    losses = [
+        [r["eval/gpt_loss"] for r in records(root / n) if "eval/gpt_loss" in r] for n in names
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and len(losses[0]) >= 2
+    assert all(abs(a - b) > 1e-4 for a, b in zip(losses[0][1:], losses[2][1:], strict=True))
 
 
 def prefer(root: Path) -> None:
