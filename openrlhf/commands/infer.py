@@ -397,13 +397,17 @@ def write_output(task: BatchTask, parts: Path, output: Path) -> None:
 
 
 def beside(columns: Row, row: Row) -> Row:
-    """Return a row with all columns of its data; a value that it replaces stays as `given_<name>`.
+    """Return a row with all columns of its data; a value that it replaces stays as `given_<name>`,
+    and so do turns that its messages begin with.
 
     Example: {"id": 1, "output": "4"} beside {"output": "5"} is
     {"id": 1, "output": "5", "given_output": "4"}.
     """
-    replaced = {name for name in columns.keys() & row.keys() if columns[name] != row[name]}
-    return {**columns, **row, **{f"given_{name}": columns[name] for name in sorted(replaced)}}
+    is_dialogue = row.get(RENDERED) or not isinstance(row.get("input", ""), str)
+    joined = {"system", "history"} & columns.keys() if is_dialogue else set()
+    left = {name: value for name, value in columns.items() if name not in joined}
+    replaced = {name for name in left.keys() & row.keys() if left[name] != row[name]} | joined
+    return {**left, **row, **{f"given_{name}": columns[name] for name in sorted(replaced)}}
 
 
 def without_nan(value: Any) -> Any:

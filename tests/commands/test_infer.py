@@ -323,6 +323,15 @@ def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: P
     assert [row["input"] for row in answers] == [[question], rows[1]["messages"]]
     assert [row["tools"] for row in answers] == [tools, tools]
 
+    paths = {"dataset": "turns.jsonl", "output_path": "turns-out.jsonl"}
+    history = [["0+1?", "1"]]
+    write_jsonl(folder / "turns.jsonl", [{"q": "1+1?", "history": history, "system": "Add."}])
+    flags = f"{GREEDY} --input_key q --apply_chat_template"
+    run_batch_inference(config_of(folder, "generate", flags, **paths))
+    [turned] = read_jsonl(folder / "turns-out.jsonl")  # each turn stands in it once
+    assert [turn["content"] for turn in turned["input"]] == ["Add.", "0+1?", "1", "1+1?"]
+    assert turned["given_history"] == history and not turned.keys() & {"history", "system"}
+
     write_jsonl(folder / "said.jsonl", [{**row, "output": "two"} for row in answers])
     scored = {"pretrain": "reward", "dataset": "said.jsonl", "output_path": "said-rm.jsonl"}
     run_batch_inference(config_of(folder, "rm", "", **scored))

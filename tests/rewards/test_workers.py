@@ -225,7 +225,10 @@ def test_a_worker_killed_between_two_calls_is_replaced_unseen(make_pool: MakePoo
 def test_a_worker_stopped_between_two_calls_is_replaced_unseen(make_pool: MakePool) -> None:
     pool = make_pool()
     [worker] = pids_of(pool)
-    psutil.Process(worker).suspend()
+    process = psutil.Process(worker)
+    process.suspend()
+    while process.status() != psutil.STATUS_STOPPED:  # the signal is on its way
+        time.sleep(0.01)
     assert rewards_of(pool, 1) == [1.0]
     assert pids_of(pool) != [worker] and not psutil.pid_exists(worker)
 
