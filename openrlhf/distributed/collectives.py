@@ -26,7 +26,6 @@ from torch.distributed import distributed_c10d
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import CheckpointError, EngineError, LostRankError, first_line
 from openrlhf.utils.console import warn
-from openrlhf.utils.memory import keep_freed_memory
 from openrlhf.utils.progress import Quiet
 from openrlhf.utils.rendezvous import open_store
 
@@ -65,8 +64,6 @@ def init_process_group(topology: Topology, *, rank_timeout_s: float) -> torch.de
     if torch.cuda.is_available():  # Ray may show a process one GPU, whatever its local rank
         device = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
     deepspeed = import_deepspeed()
     backend = "nccl" if device.type == "cuda" else "gloo"
     # DeepSpeed makes groups of its own without a word about time: they get what torch gives then.
