@@ -427,17 +427,15 @@ def load(job: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
 
 
 def under_test(tree: ast.Module) -> set[str]:
-    """Return the name of Python's that a function under test has, such as `sum`: the only name that
-    the tests use. So no name by which tests judge comes from the program.
+    """Return the name of Python's that a function under test has, such as `sum`: the only name in
+    the tests but those of their own functions and classes. So no name by which tests judge comes
+    from the program.
     """
     nodes = list(ast.walk(tree))
     if any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes):
         return set()
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    own = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
-    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    own |= {node.name for node in nodes if isinstance(node, DEFINITIONS)}
-    used = {node.id for node in names} - own
+    own = {node.name for node in tree.body if isinstance(node, DEFINITIONS)}
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} - own
     return used - REACHING if len(used) == 1 else set()
 
 

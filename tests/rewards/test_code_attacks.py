@@ -31,6 +31,11 @@ class Tests(unittest.TestCase):
     def test_two(self): self.assertEqual(double(2), 4)
     def test_five(self): self.assertTrue(double(5) == 10)
 """
+CALLED = """
+def check(double):
+    assert abs(double(2) - 4) < 1 and abs(double(5) - 10) < 1
+check(double)
+"""
 
 # Each `double` is wrong, or right only if a look at what it must not see succeeds.
 
@@ -164,6 +169,10 @@ ATTACKS = {
         builtins.exec = builtins.compile = builtins.__import__ = lambda *a: None
         def double(x): return 0
     """,
+    "have names of Python's functions": """
+        def abs(x): return 0
+        def double(x): return 0
+    """,
     "replace AssertionError": """
         import builtins
         class AssertionError(BaseException):
@@ -292,7 +301,9 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize(
-    "tests", [ASSERTS, FUNCTIONS, UNITTEST], ids=["asserts", "functions", "unittest"]
+    "tests",
+    [ASSERTS, FUNCTIONS, UNITTEST, CALLED],
+    ids=["asserts", "functions", "unittest", "called"],
 )
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_wrong_program_does_not_pass_by_a_trick(attack, tests):

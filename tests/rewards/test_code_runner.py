@@ -210,6 +210,11 @@ def test_the_function_under_test_may_have_a_name_of_python() -> None:
     cheat = "def double(x): return 0\ndef abs(x): return 0\ndef eval(x): return 6\nsum = eval"
     for tests in ("abs(double(3) - 6) < 1", "eval('double(3)') == 6", "sum([1, 2]) == abs(3)"):
         assert passes_tests(cheat, f"assert {tests}") == (tests[:3] == "sum")
+    for tests in (
+        "def check(double):\n    assert abs(double(3) - 6) < 1\ncheck(double)",
+        "double = double\nassert abs(double(3) - 6) < 1",
+    ):
+        assert not passes_tests(cheat, tests)
 
 
 PROGRAM = """
