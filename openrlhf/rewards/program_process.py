@@ -71,7 +71,8 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 # Names that reach those of the program.
 REACHING = {"eval", "exec", "compile", "globals", "locals", "vars", "__import__", "__builtins__"}
-COUNT = "count a check"  # no program can write this name
+# No program can write these names.
+COUNT, NUMBER, BEFORE, ANSWER = "count a check", "number of checks", "number before", "an answer"
 VERDICT = MAX_FILES - 1  # the descriptor; no object that the fork has copied closes this number
 HIDDEN_NAMES = "tb_frame gi_frame cr_frame ag_frame f_code gi_code cr_code ag_code"
 
@@ -324,14 +325,25 @@ def swallowed(node: ast.AST) -> Iterator[ast.Assert]:
                     yield part
 
 
-def is_answer(node: ast.AST) -> bool:
-    """Return True for a test function that returns its result."""
+def answers(node: ast.AST) -> list[ast.Return]:
+    """Return the ends of a test function that returns its result and checks nothing itself."""
     if not isinstance(node, FUNCTIONS) or not node.name.startswith("test"):
-        return False
-    inner = (part for part in ast.walk(node) if part is not node and isinstance(part, FUNCTIONS))
+        return []
+    parts = list(ast.walk(node))
+    inner = (part for part in parts if part is not node and isinstance(part, FUNCTIONS))
     others = {part for function in inner for part in ast.walk(function)}
-    returns = (part for part in ast.walk(node) if isinstance(part, ast.Return))
-    return any(part.value and part not in others for part in returns)
+    found = [part for part in parts if isinstance(part, ast.Return) and part not in others]
+    has_result = any(getattr(part.value, "value", part.value) is not None for part in found)
+    return found if has_result and not any(map(is_check, parts)) else []
+
+
+def judge(count: list[int], before: int, value: Any, *_: None) -> Any:
+    """Count the result of a test function, which may be None only if others have been counted
+    since its start; return it.
+    """
+    value = run_coroutine(value) if type(value) is CoroutineType else value
+    count.append(len(count) > before if value is None else bool(value))
+    return value
 
 
 def require_checks(tree: ast.Module) -> None:
@@ -352,7 +364,7 @@ def require_checks(tree: ast.Module) -> None:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 if name not in named and not name.startswith("test"):
                     continue
-        if any(is_check(node) or is_answer(node) for node in ast.walk(statement)):
+        if any(is_check(node) or answers(node) for node in ast.walk(statement)):
             return
     raise ValueError("they check nothing. Add assert statements or test functions")
 
@@ -386,8 +398,8 @@ def require_no_fixtures(
 
 
 def parted(tree: ast.Module) -> tuple[CodeType, CodeType]:
-    """Return the code of the tests' imports, and of the rest with a count after each check, at the
-    start of a test function that returns its result, and where an assert fails unheard.
+    """Return the code of the tests' imports, and of the rest with a count after each check, for
+    each result that a test function returns, and where an assert fails unheard.
     """
     imports = [node for node in tree.body if is_import(node)]
     rest = ast.Module([node for node in tree.body if node not in imports], [])
@@ -395,11 +407,21 @@ def parted(tree: ast.Module) -> tuple[CodeType, CodeType]:
         ast.Expr(ast.Call(ast.Name(COUNT, ast.Load()), [ast.Constant(number)], []))
         for number in (1, 0)
     )
+    number = ast.Call(ast.Name(NUMBER, ast.Load()), [], [])
+    before = ast.Assign([ast.Name(BEFORE, ast.Store())], number)
     for node in list(ast.walk(rest)):
         for part in swallowed(node):
             part.msg = failed.value
-        if is_answer(node) and not any(map(is_check, ast.walk(node))):
-            node.body.insert(0, count)
+        if ends := answers(node):
+            node.body = [before, *node.body, last := ast.Return()]
+            ends.append(last)
+        results = [getattr(end.value, "value", end.value) for end in ends]
+        silence = ast.Constant(None if any(results) else True)  # where it returns False alone
+        for end, result in zip(ends, results, strict=True):
+            given = [end.value if result is not None else silence]
+            given += [count.value] * is_check(ast.Expr(given[0]))
+            given.insert(0, ast.Name(BEFORE, ast.Load()))
+            end.value = ast.Call(ast.Name(ANSWER, ast.Load()), given, [])
         for name in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(node, name, None), list):
                 pairs = [(n, count) if is_check(n) else (n,) for n in block]
@@ -479,10 +501,10 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
     """Call a test function; raise what it raises, and AssertionError if it returns False."""
     outcome = function(**arguments)
     if type(outcome) is CoroutineType:
-        run_coroutine(outcome)
-    elif type(outcome) is GeneratorType:
+        outcome = run_coroutine(outcome)
+    if type(outcome) is GeneratorType:
         raise TypeError("a test that yields is not executed")
-    elif outcome is not None and not outcome:
+    if outcome is not None and not outcome:
         raise AssertionError
 
 
@@ -516,6 +538,7 @@ def test(job: dict[str, Any], usual: dict[str, Any]) -> None:
         vars(own).update(vars(builtins))
         names = vars(module := ModuleType("tests"))
         names |= {"__builtins__": dict(__builtins__), COUNT: count.append}
+        names |= {NUMBER: count.__len__, ANSWER: partial(judge, count)}
         try:
             require_checks(tree := ast.parse(job["tests"], "tests"))
             tested = under_test(tree)

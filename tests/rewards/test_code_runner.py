@@ -114,6 +114,53 @@ except TypeError:
     assert double(3) == 6
 """,
     "a result that is returned": "def test_three(): return double(3) == 6",
+    "a result or None": "def test_three(): return double(3) == 6 or None",
+    "a result where it is right": """
+def test_two(): assert double(2) == 4
+def test_three():
+    if double(3) == 6: return True
+""",
+    "None where it is wrong": """
+def test_three():
+    if double(3) != 6: return
+    return True
+""",
+    "False where it is wrong": """
+def test_two():
+    if double(2) != 4: return False
+def test_three():
+    for x in (2, 3):
+        if double(x) != 2 * x: return False
+    return
+""",
+    "an asynchronous result": """
+import unittest
+async def test_three(): return double(3) == 6 or None
+async def is_three(): return double(3) == 6 or None
+def test_later(): return is_three()
+class Tests(unittest.IsolatedAsyncioTestCase):
+    async def test_three(self): return double(3) == 6
+""",
+    "a result of unittest": """
+import unittest
+class Tests(unittest.TestCase):
+    def test_three(self): return double(3) == 6
+""",
+    "checks whose None is returned": """
+import asyncio, unittest
+def check(three): assert double(three) == 6
+async def later(): check(3)
+def test_three(): return check(3)
+def test_later(): return asyncio.run(later())
+def test_async(): return later()
+def test_kept():
+    result = check(3)
+    return result
+class Tests(unittest.TestCase):
+    def test_three(self): return self.assertEqual(double(3), 6)
+class TestDouble(Tests):
+    def test_two(self): return self.assertEqual(double(2), 4)
+""",
     "NumPy": """
 import numpy as np
 np.testing.assert_allclose(double(np.arange(4)), [0, 2, 4, 6])
@@ -143,6 +190,8 @@ def test_a_right_program_passes_and_a_wrong_one_does_not(form):
         "import unittest\nclass Tests(unittest.TestCase):\n    def test_a(self): double(2)",
         "class TestDouble:\n    def test_two(self): double(2)",
         "def test_double():\n    def two(): return 2\n    double(two())",
+        "def test_double():\n    double(2)\n    return None",
+        "async def test_double():\n    double(2)\n    return",
         None,
         [],
         ["double(2)"],
@@ -177,6 +226,10 @@ def test_checks_that_a_program_keeps_from_being_executed_are_not_passed():
     assert not passes_tests("def f(): return []", "for n in f():\n    assert n == 1")
     assert not passes_tests(RIGHT, "def test_f():\n    yield\n    assert double(2) == 4")
     assert not passes_tests(RIGHT, "def test_f():\n    def later(): assert double(2) == 4")
+    # Where nothing is returned, something must have been checked in this very test.
+    tests = "def test_f(): return f(2)\ndef test_g(): assert f(3) is None"
+    assert not passes_tests("def f(x): pass", tests)
+    assert not passes_tests("def f(): return []", "def test_f():\n    for n in f(): return n == 1")
 
 
 LEETCODE = """
