@@ -382,16 +382,15 @@ def require_no_fixtures(
     if not function.name.startswith("test") or not all("mark." in text for text in texts):
         return
     names = function.args.args[num_own : len(function.args.args) - len(function.args.defaults)]
-    given = (
-        node.value
-        for mark in marks
-        if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith(".parametrize")
-        for node in ast.walk([*mark.args, *(keyword.value for keyword in mark.keywords)][0])
-        if isinstance(node, ast.Constant)
-    )
-    missing = {name.arg for name in names} - set(
-        " ".join(map(str, given)).replace(",", " ").split()
-    )
+    given: list[ast.AST] = []
+    for mark in marks:
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith(".parametrize"):
+            arguments = [*mark.args, *(keyword.value for keyword in mark.keywords)]
+            if len(arguments) < 2:
+                raise ValueError(f"{function.name} has no names and values in {ast.unparse(mark)}")
+            given += ast.walk(arguments[0])
+    constants = [str(node.value) for node in given if isinstance(node, ast.Constant)]
+    missing = {name.arg for name in names} - set(" ".join(constants).replace(",", " ").split())
     if missing:
         told = ", ".join(sorted(missing))
         raise ValueError(f"{function.name} has arguments: fixtures are not supported: {told}")
@@ -513,8 +512,10 @@ def parameters(function: Callable[..., Any], owner: Any = None) -> list[dict[str
     class have them.
     """
     calls: list[dict[str, Any]] = [{}]
-    for mark in [*getattr(function, "pytestmark", []), *getattr(owner, "pytestmark", [])]:
-        if mark.name == "skip" or (mark.name == "skipif" and mark.args[0]):
+    marks = [getattr(of, "pytestmark", []) for of in (function, owner)]
+    for mark in (m for part in marks for m in (part if isinstance(part, list) else [part])):
+        conditions = [*mark.args, mark.kwargs.get("condition")]
+        if mark.name == "skip" or (mark.name == "skipif" and any(conditions)):
             return []
         if mark.name == "parametrize":
             names, rows = [*mark.args, *mark.kwargs.values()][:2]

@@ -83,6 +83,13 @@ def test_others():
         double()
     assert double(0.15) == pytest.approx(0.3)
 """,
+    "one mark of a class": """
+import pytest
+class TestDouble:
+    pytestmark = pytest.mark.timeout(5)
+    @pytest.mark.skipif(condition=False, reason="never")
+    def test_three(self): assert double(3) == 6
+""",
     "coroutines": """
 import unittest
 async def test_double(): assert double(3) == 6
@@ -218,6 +225,10 @@ def test_tests_that_cannot_be_executed_are_an_error_of_the_data():
             passes_tests(RIGHT, lines)
     with pytest.raises(ValueError, match=r"five has pytest\.fixture: fixtures are not supported"):
         passes_tests(RIGHT, f"import pytest\n@pytest.fixture\ndef five(): pass\nassert {check}")
+    for given in ("", "'x'"):
+        mark = f"import pytest\n@pytest.mark.parametrize({given})\n"
+        with pytest.raises(ValueError, match="test_f has no names and values in"):
+            passes_tests(RIGHT, mark + f"def test_f(x=2): assert {check}")
     with pytest.raises(ValueError, match="cannot be used: No module named 'no_such_module'"):
         passes_tests(RIGHT, "import no_such_module\nassert double(2) == 4")
 
