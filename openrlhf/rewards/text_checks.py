@@ -3,8 +3,9 @@
 import re
 from collections.abc import Sequence
 
-FENCE = re.compile(r"(\s*)(`{3,}|~{3,})[ \t]*\{?\.?([^\s`{}]*)[^`]*")
-OPENED = re.compile(r"[^`]*[^`\s][^`]*(`{3,})[ \t]*([A-Za-z][\w+#-]*)\s*")  # behind words
+# No two parts of these can match the same text in many ways, which would take long.
+FENCE = re.compile(r"(\s*+)(`{3,}+|~{3,}+)[ \t]*+\{?\.?([^\s`{}]*+)[^`]*")
+OPENED = re.compile(r"\s*+[^`]++(`{3,}+)[ \t]*+([A-Za-z][\w+#-]*+)\s*")  # behind words
 NAMES = {"python": {"python", "python3", "py", "py3"}}
 
 
@@ -36,7 +37,8 @@ def has_tags_in_order(
 
 def tag_content(text: str, tag: str) -> str | None:
     """Return the text in the last `<tag>...</tag>`; None without one."""
-    found = re.findall(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+    start, end, _ = text.rpartition(f"</{tag}>")  # behind it nothing closes
+    found = re.findall(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", start + end, re.DOTALL)
     return found[-1].strip() if found else None
 
 
@@ -45,21 +47,23 @@ def code_block(text: str, language: str = "python") -> str | None:
     None without either, or if the block is cut off.
 
     `py` and `python3` are Python, in capitals or not. What a model quotes as output after its
-    program, in a block of no language, is not taken for the program.
+    program, in a block of no language, is not taken for the program, nor is a fence that a sentence
+    names before the block itself.
     """
     names = NAMES.get(language.lower(), {language.lower()})
     blocks: dict[bool, str] = {}
-    indent, fence, name, lines = "", "", "", list[str]()
+    indent, fence, name, lines, behind = "", "", "", list[str](), None
     for line in re.split(r"\r?\n", text):
-        found, opened = FENCE.fullmatch(line), OPENED.fullmatch(line)
-        if not fence and found:
-            indent, fence, name = found[1], found[2], found[3].lower()
-            lines = []
-        elif not fence and opened:
-            indent, fence, name, lines = "", opened[1], opened[2].lower(), []
-        elif fence and (closed := re.fullmatch(rf"(.*?){fence}{fence[0]}*\s*", line)):
-            if closed[1].strip():
-                lines.append(closed[1].removeprefix(indent) + "\n")
+        found, content = FENCE.fullmatch(line), line.rstrip()
+        is_quoted = behind and found and found[3] and not any(map(str.strip, lines))
+        if found and (not fence or is_quoted):
+            indent, fence, name, lines, behind = found[1], found[2], found[3].lower(), [], None
+        elif not fence:
+            if behind := OPENED.fullmatch(line):
+                indent, fence, name, lines = "", behind[1], behind[2].lower(), []
+        elif content.endswith(fence) and fence not in (last := content.rstrip(fence[0])):
+            if last.strip():
+                lines.append(last.removeprefix(indent) + "\n")
             if name in names or not name:
                 blocks[bool(name)] = "".join(lines)
             fence = ""

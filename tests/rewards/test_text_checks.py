@@ -1,5 +1,7 @@
 """Checks of the text of a response: tags and blocks of code."""
 
+import time
+
 import pytest
 
 from openrlhf.rewards.text_checks import code_block, has_tags_in_order, tag_content
@@ -60,3 +62,30 @@ def test_of_several_blocks_the_last_one_of_the_language_is_taken() -> None:
     assert code_block(shell) is None and code_block("no code") is None
     assert code_block(first + "```python\nx =") == "x = 1\n"
     assert code_block("````python\n```\n````") == "```\n"
+
+
+def test_a_line_with_a_fence_of_its_own_does_not_end_a_block() -> None:
+    program = 'def f(x):\n    """Doubles:\n    ```f(2)```\n    """\n    return 2 * x\n'
+    assert code_block(f"```python\n{program}```") == program
+
+
+def test_a_block_that_is_only_named_in_a_sentence_is_replaced_by_the_real_one() -> None:
+    block = "```python\nx = 1\n```"
+    assert code_block("I write it in ```python\n" + block) == "x = 1\n"
+    assert code_block("I write it in ```python\n\n" + block) == "x = 1\n"
+    assert code_block("Here: ```python\n```\nBetter:\n" + block) == "x = 1\n"
+    assert code_block("Here: ````md\na\n" + block + "\n````", "md") == "a\n" + block + "\n"
+
+
+@pytest.mark.parametrize(
+    "part", ["a ", "a", " ", "`", "~", "``` ", "```a", "\n", "x```\n", "<answer>"]
+)
+def test_no_text_takes_long(part: str) -> None:
+    middle = part * (200_000 // len(part))
+    for start in ("", "```python\n", "```", "~~~", "x```python ", "x```python\n"):
+        for end in ("", "`", "!"):
+            before = time.process_time()
+            code_block(start + middle + end)
+            tag_content(start + middle + end, "answer")
+            has_tags_in_order(start + middle + end)
+            assert time.process_time() - before < 1
