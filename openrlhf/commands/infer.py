@@ -180,10 +180,14 @@ class BatchTask:
         return slice_of(len(self.samples), rollout.batch_size, rollout.iter)
 
     def columns_of(self, item: int) -> Row:
-        """Return the columns of an item's row, images as the bytes they are stored in."""
+        """Return the columns of an item's row, images as the bytes they are stored in; those whose
+        turns stand in its prompt as `given_<name>`.
+        """
         row_id = self.samples.row_ids[item]
         stored = self.stored[row_id].to_pylist()[0] if self.stored.column_names else {}
-        return {**self.readable[row_id], **stored}
+        joined = self.samples.turn_columns(self.samples.read(self.rows[row_id]))
+        columns = {**self.readable[row_id], **stored}
+        return {f"given_{name}" if name in joined else name: columns[name] for name in columns}
 
     @property
     def key(self) -> str:
@@ -214,9 +218,9 @@ class BatchTask:
             raise RewardError(f"the reward model scored row {row_id + 1} with {reward}")
         row, column = self.rows[row_id], self.samples.output_column
         if column is None:  # the dialogue ends with the response
-            *asked, answer = to_messages(self.samples.read(row)[self.samples.input_column])
-            return {"input": asked, "output": answer["content"], "reward": reward}
-        return {**asked_columns(self.samples.asked(row)), "output": row[column], "reward": reward}
+            dialogue = to_messages(self.samples.read(row)[self.samples.input_column])
+        answer = row[column] if column else dialogue[-1]["content"]
+        return {**asked_columns(self.samples.asked(row)), "output": answer, "reward": reward}
 
 
 def check_model(config: BatchInferenceConfig, path: str, model_config: PretrainedConfig) -> None:
@@ -397,17 +401,13 @@ def write_output(task: BatchTask, parts: Path, output: Path) -> None:
 
 
 def beside(columns: Row, row: Row) -> Row:
-    """Return a row with all columns of its data; a value that it replaces stays as `given_<name>`,
-    and so do turns that its messages begin with.
+    """Return a row with all columns of its data; a value that it replaces stays as `given_<name>`.
 
     Example: {"id": 1, "output": "4"} beside {"output": "5"} is
     {"id": 1, "output": "5", "given_output": "4"}.
     """
-    is_dialogue = row.get(RENDERED) or not isinstance(row.get("input", ""), str)
-    joined = {"system", "history"} & columns.keys() if is_dialogue else set()
-    left = {name: value for name, value in columns.items() if name not in joined}
-    replaced = {name for name in left.keys() & row.keys() if left[name] != row[name]} | joined
-    return {**left, **row, **{f"given_{name}": columns[name] for name in sorted(replaced)}}
+    replaced = {name for name in columns.keys() & row.keys() if columns[name] != row[name]}
+    return {**columns, **row, **{f"given_{name}": columns[name] for name in sorted(replaced)}}
 
 
 def without_nan(value: Any) -> Any:

@@ -115,8 +115,10 @@ class PromptDataset(TokenizedDataset):
         return [self._encode(Rendered(text))], extra
 
     def _holds_messages(self, row: Row) -> bool:
-        has_more = not isinstance(row[self._input_key], str) or row.get("system")
-        return bool(self._format.apply_chat_template and (has_more or row.get("history")))
+        if not self._format.apply_chat_template or self._is_rendered(row, self._input_key):
+            return False
+        is_text = isinstance(row[self._input_key], str)
+        return bool(not is_text or row.get("system") or row.get("history"))
 
     def _asked_part(self, row: Row) -> Any:
         """Return a prompt as its row has it: text, or messages without a closing answer."""

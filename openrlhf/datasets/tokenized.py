@@ -414,13 +414,24 @@ class TokenizedDataset(ABC):
         if begins and history:
             found = history_messages(history, reads_pictures=reads_pictures) + found
         if begins and system:
+            given = read([{"role": "system", "content": system}])
             if found[0]["role"] not in ("system", "developer"):
-                found = read([{"role": "system", "content": system}]) + found
-            elif found[0]["content"] != system:
+                found = given + found
+            elif found[0]["content"] != given[0]["content"]:
                 unread.add("'system' of rows with a system message")
         if self._image_keys:
             found = with_places(found, len(self._own_images(row)), begins=begins)
         return found
+
+    def turn_columns(self, row: Row) -> list[str]:
+        """Return the columns of a row that was read whose turns stand before its dialogue: `system`
+        gives way to a system message.
+        """
+        column = next(name for name in self._columns if name)
+        if not self._format.apply_chat_template or self._is_rendered(row, column):
+            return []
+        first, *_ = self._messages({**row, "system": None}, column)
+        return ["system", "history"][first["role"] in ("system", "developer") :]
 
     def _told(self, row: Row) -> dict[str, Any]:
         """Return the arguments of the chat template in a row, messages apart."""
@@ -588,13 +599,13 @@ class TokenizedDataset(ABC):
 
     @property
     def _image_columns(self) -> list[str]:
-        """Return the columns whose messages may hold pictures, those of a sequence in order."""
-        before = ("system", "history") if self._format.apply_chat_template else ()
-        return [*before, *(name for name in self._columns if name)]
+        """Return the columns whose messages may hold pictures, those of a sequence."""
+        return [name for name in self._columns if name]
 
     def _picture_values(self, row: Row) -> list[Any]:
         """Return the values of a row's pictures, in the order of their places."""
-        columns, left = self._image_columns, iter(self._own_images(row))
+        columns = [*self.turn_columns(row), *self._image_columns]
+        left = iter(self._own_images(row))
         parts = [found for name in columns for found in values_in(value_at(row, name))]
         found = [next(left, None) if value is None else value for value in parts]
         return [*(value for value in found if value is not None), *left]

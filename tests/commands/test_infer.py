@@ -347,6 +347,44 @@ def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: P
         assert (row["input"], row["output"]) == ([question], "3")
 
 
+def test_turns_that_the_model_read_stand_in_the_prompt_of_a_scored_row(folder: Path) -> None:
+    """Dialogues of two systems are two prompts; a column that was not read stays."""
+    question = {"role": "user", "content": "1+1?"}
+    said = [question, {"role": "assistant", "content": "2"}]
+    beside = [{"system": text, "history": [["0+1?", "1"]]} for text in ("Add.", "Count.")]
+    paths = {"pretrain": "reward", "dataset": "systems.jsonl", "output_path": "systems-rm.jsonl"}
+    write_jsonl(folder / "systems.jsonl", [{"messages": said, **more} for more in beside])
+    for kept in ("rs", "csft"):
+        run_batch_inference(config_of(folder, "rm", f"--post_processor {kept}", **paths))
+        rows = read_jsonl(folder / "systems-rm.jsonl")
+        asked = [[turn["content"] for turn in row["input"]] for row in rows]
+        last = "1+1?" if kept == "rs" else f"1+1? <rm_score>: {rows[0]['reward']:.2f} "
+        assert len(asked) == 2 and asked[0] == ["Add.", "0+1?", "1", last]
+        assert rows[0]["given_history"] == [["0+1?", "1"]] and rows[0]["output"] == "2"
+        assert not rows[0].keys() & {"history", "system"}
+
+    own = [{"role": "system", "content": "Be kind."}, *said]
+    rendered = {"input": "<|user|>q<|end|><|assistant|>", "is_rendered": True}
+    text, template = {"input": "1+1=", "output": "2", "system": "Add."}, "--apply_chat_template"
+    forms = [({"messages": own, "system": "Add."}, ""), (text, ""), ({**text, **rendered}, "")]
+    for row, flags in [*forms, ({**text, **rendered}, template)]:
+        write_jsonl(folder / "systems.jsonl", [row])
+        run_batch_inference(config_of(folder, "rm", flags, **paths))
+        [found] = read_jsonl(folder / "systems-rm.jsonl")
+        assert found["system"] == "Add." and "given_system" not in found
+    run_batch_inference(
+        config_of(folder, "generate", f"{GREEDY} {template}", dataset="systems.jsonl")
+    )
+    [found] = read_jsonl(folder / "out.jsonl")
+    assert (found["input"], found["system"]) == (rendered["input"], "Add.")
+
+    write_jsonl(folder / "systems.jsonl", [text])
+    run_batch_inference(config_of(folder, "rm", template, **paths))
+    [found] = read_jsonl(folder / "systems-rm.jsonl")
+    assert found["input"] == "<|system|>Add.<|end|><|user|>1+1=<|end|><|assistant|>"
+    assert found["given_system"] == "Add." and "system" not in found
+
+
 def test_a_wrong_model_hides_no_column(folder: Path, refuse) -> None:
     paths = f"--pretrain {folder}/model --dataset {folder}/answers.jsonl --output_path {folder}/o"
     words = f"--eval_task rm {paths} --output_key gold --input_key question".split()

@@ -145,6 +145,15 @@ def test_an_answer_may_speak_of_the_mark_of_an_image(model, folder, begin):
         )
 
 
+def test_images_of_a_system_column_that_gives_way_are_not_counted(model, folder):
+    beside = {"system": [part(image=str(folder / "small.png")), words("Be terse.")]}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    own = [{"role": "system", "content": "Be kind."}, *turns]
+    for messages, count in ((own, 0), (turns, 1)):
+        data = data_set(model, [beside | {"m": messages}], input_key="m", output_key=None)
+        assert (data[0].token_ids == PAD).sum() == len(data.images(0)) == count
+
+
 def test_images_may_lie_within_a_column(model, folder):
     row = {"prompt": "a", "seen": {"left": [str(folder / "wide.png")]}, "answer": "b"}
     data = data_set(model, [row], image_key="seen.left")

@@ -87,7 +87,8 @@ def test_a_system_column_that_gives_way_to_a_system_message_is_said(tokenizer):
     assert notices[1] == "not read: 'system' of rows with a system message"
     told = prompt(tokenizer, {"messages": messages, "system": "Be terse."})
     assert told[0] == f"{asked}<|assistant|>" and told[1][1] == notices[1]
-    assert len(sft(tokenizer, {"messages": messages, "system": "Be kind."})[1]) == 1
+    for same in ("Be kind.", [{"type": "text", "text": "Be kind."}]):
+        assert len(sft(tokenizer, {"messages": messages, "system": same})[1]) == 1
 
 
 CALLS = CHAT_TEMPLATE.replace(
