@@ -381,7 +381,8 @@ class TokenizedDataset(ABC):
         keys that its table filled in; raise RowError.
         """
         found, form = self._completed(row), self._format
-        named = () if form.pretrain_mode else {*self._columns, "history"} - {None, form.label_key}
+        more = {"history"} if form.apply_chat_template else set()
+        named = () if form.pretrain_mode else {*self._columns, *more} - {None, form.label_key}
         for name in {*named, *DIALOGUE_COLUMNS} & found.keys():
             if not isinstance(self._feature(name), (datasets.Json, ExactJson)):
                 found[name] = without_nulls(found[name])

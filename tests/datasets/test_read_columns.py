@@ -160,6 +160,12 @@ def test_a_history_may_be_json_text_or_messages(tokenizer, history):
     assert text.startswith("<|user|>a<|end|><|assistant|>b<|end|><|user|>hi<|end|>")
 
 
+def test_a_history_that_is_not_read_refuses_no_row(tokenizer):
+    row = {"prompt": "q", "completion": "a", "history": str(DIALOGUE)}
+    for text, notices in (sft(tokenizer, row), prompt(tokenizer, row)):
+        assert text in ("qa<|end|>", "q") and notices[1] == "not read: 'history'"
+
+
 @pytest.mark.parametrize("history", ["ab", ["ab"], [["a", "b", "c"]]])
 def test_another_history_is_refused_by_its_row(tokenizer, history):
     with pytest.raises(DataError, match=r"row 1: 'history' is no (JSON|list of pairs)"):
