@@ -50,13 +50,15 @@ class PromptDataset(TokenizedDataset):
         stored = self._rows[self.row_ids[index]]
         row, label_key = self.read(stored), self._format.label_key
         beside = {self._input_key, *self._image_keys}
+        of_dialogues = {*DIALOGUE_COLUMNS} & stored.keys()
+        columns = stored | {n: row[n] for n in of_dialogues if not isinstance(stored[n], str)}
         return PromptRecord(
             row_id=self.row_ids[index],
             prompt_text=extra["text"],
             prompt_token_ids=tuple(token_ids.tolist()),
             label=row[label_key] if label_key else "",
             datasource=self._source_of(row, self.row_ids[index]),
-            columns={name: value for name, value in stored.items() if name not in beside},
+            columns={name: value for name, value in columns.items() if name not in beside},
             source=self._asked_part(row),
             images=self.images(index),
         )

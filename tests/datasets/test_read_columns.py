@@ -244,6 +244,18 @@ def test_a_row_sets_variables_of_the_template(tokenizer):
         sft(tokenizer, {"messages": DIALOGUE, "chat_template_kwargs": '{"tools": []}'})
 
 
+def test_the_columns_of_a_prompt_hold_no_nulls_that_a_table_filled_in(tokenizer, tmp_path):
+    told = [{"enable_thinking": False}, {"budget": 5, "enable_thinking": None}]
+    history = json.dumps(DIALOGUE)
+    rows = [{"messages": ASKED, "chat_template_kwargs": v, "history": history} for v in told]
+    path, table = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"
+    Dataset.from_list(rows).to_parquet(table)
+    for spec, second in ((path, told[1]), (table, {"budget": 5})):
+        data = PromptDataset(load_rows(str(spec)), tokenizer, RowFormat())
+        found = [record.columns["chat_template_kwargs"] for record in data]
+        assert found == [told[0], second] and data[0].columns["history"] == history
+
+
 def test_a_flag_sets_variables_of_the_template_for_all_rows_and_for_the_export(tmp_path: Path):
     made = make_tokenizer(tmp_path)
     made.chat_template = THINKING
