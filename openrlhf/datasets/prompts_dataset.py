@@ -6,6 +6,7 @@ PromptRecord(row_id=0, prompt_text="2+2=", prompt_token_ids=(20, 13, 20, 31), la
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from openrlhf.datasets.chat import (
     wrap_input,
 )
 from openrlhf.datasets.loading import data_set_of
+from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.template_fields import as_parts
 from openrlhf.datasets.tokenized import (
     DIALOGUE_COLUMNS,
@@ -34,6 +36,7 @@ from openrlhf.datasets.tokenized import (
     pick_columns,
     prompt_columns,
 )
+from openrlhf.errors import DataError
 from openrlhf.utils.rollout import PromptRecord
 
 
@@ -145,6 +148,13 @@ class StudentPrompts(PromptDataset):
     """Prompts of rows that a student answers, whose limit is that of prompt and answer."""
 
     flags = "--input_key and --max_len"
+
+    @classmethod
+    def find_columns(cls, form: RowFormat, rows: Dataset) -> list[str]:
+        """Return the column whose prompts rows with answers have, or else the usual one."""
+        with suppress(DataError):
+            form = replace(form, input_key=SFTDataset.find_columns(form, rows)[0])
+        return super().find_columns(form, rows)
 
 
 def preprocess_data(

@@ -88,6 +88,21 @@ def test_a_student_that_answers_reads_prompts_alone(
         prepare_inputs(KDTrainer, parse_config(KDConfig, line.split()).config)
 
 
+def test_a_student_answers_the_dialogues_that_it_is_evaluated_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    dialogue = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    row = {"prompt": "q", "prompt_id": "1", "messages": dialogue}
+    data, model = write_jsonl(tmp_path / "rows.jsonl", [row]), folder / "model"
+    line = f"--pretrain {model} --teacher_model {model} --dataset {data} --eval_dataset {data} "
+    line += f"--save_path {tmp_path}/run --kd_on_policy"
+    inputs = prepare_inputs(KDTrainer, parse_config(KDConfig, line.split()).config)
+    decode, held_out = inputs.tokenizer.decode, inputs.eval_samples
+    prompt = decode(inputs.samples[0].prompt_token_ids)
+    assert prompt == "<|user|>q<|end|><|assistant|>"
+    assert decode(held_out[0].token_ids) == f"{prompt}a<|end|>"
+
+
 def refusal(folder: Path, words: str) -> str:
     needs = f"--pretrain {folder}/model --dataset d "
     config = parse_config(KDConfig, (needs + words).split()).config
