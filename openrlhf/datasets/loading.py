@@ -523,10 +523,13 @@ def _fits_column(
 ) -> bool:
     """Return True unless a value would become another one in a column that has one type: a whole
     number among fractions, or one of over 64 bits; an object of other keys than another, or with a
-    null, which is then told from a key that it lacks. `forms` holds types and keys by place.
+    null, which is then told from a key that it lacks. The keys of a message may stand in any order.
+    `forms` holds types and keys by place.
     """
     if isinstance(value, dict):
-        if forms.setdefault(path, keys := [*value]) != keys or None in value.values():
+        is_message = len(path) == 1 and ("role" in value or "from" in value)
+        keys = sorted(value) if is_message else [*value]
+        if forms.setdefault(path, keys) != keys or None in value.values():
             return False
         return all(_fits_column(item, (*path, key), forms) for key, item in value.items())
     if isinstance(value, list):

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from openrlhf.datasets.loading import damage_of, load_rows, row_place
+from openrlhf.datasets.loading import ExactJson, damage_of, load_rows, row_place
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
@@ -203,6 +203,15 @@ def test_values_stand_in_the_table_as_they_stand_in_the_file(tmp_path, values):
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"q": "y", "a": value} for value in values[:1]])
     found = load_rows(f"{path},{plain}")["a"]
     assert json.dumps(list(found)) == json.dumps([*values, values[0]])
+
+
+def test_the_order_of_the_keys_of_messages_asks_for_no_exact_column(tmp_path):
+    said = [{"role": "user", "content": "q"}, {"content": "a", "role": "assistant"}]
+    called = {"role": "x", "f": {"role": "a", "m": 1}}, {"f": {"m": 2, "role": "b"}, "role": "y"}
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": said, "calls": called}])
+    rows = load_rows(str(path))
+    assert not isinstance(rows.features["messages"], ExactJson) and rows["messages"][0] == said
+    assert json.dumps(rows["calls"][0]) == json.dumps(called)
 
 
 def test_damaged_binary_files_are_named(tmp_path):
