@@ -70,10 +70,11 @@ UNIT = re.compile(
 )
 SINGLE_LETTER_UNITS = set("mgshLlJNVWKCFA")
 OPERATOR = re.compile(r"(?:[-+*/=^_(<>,|]|\\(?!pi|circ|infty)[A-Za-z]+)\s*$")
-# Of two letters or more without a vowel, or of the names of variables alone: 5xy, 12 abc.
-PRODUCT = re.compile(
-    r"(?<![^\W\d_])(?!(?:of|an|sq|cu|fl|st|nd|rd|th|am|pm)(?![a-z]))(?:[a-z]{2}|[b-df-hj-np-tv-z]{2,}|[a-dxyz]{2,})(?![^\W\d_])",
-    re.IGNORECASE,
+# Of the names of variables alone, and no bag, cab or day: 12 abc.
+PRODUCT = re.compile(r"(?<![^\W\d_])(?![bcdgh]a[bdgy](?![a-z]))[a-dghxyz]{2,}(?![^\W\d_])")
+# Right behind a value or where it has variables, also of others: 5pq, 2\\pi rh.
+GLUED_PRODUCT = re.compile(
+    r"(?<![^\W\d_])(?!(?:of|an|sq|cu|fl|st|nd|rd|th|am|pm)(?![a-z]))(?:[a-z]{2}|[b-df-hj-np-tv-z]{2,}|[a-dghxyz]{2,})(?![^\W\d_])"
 )
 NO_UNIT = re.compile(
     rf"\b(?:{FUNCTIONS}|or|and|not|is|are|more|less|at|if|when|to|than|maybe|x|in|infty|le|ge)\b"
@@ -98,10 +99,16 @@ UNIT_NAMES = {
     "unit": "",
     "dollar": "usd buck",
     "yuan": "元 rmb",
-    "km/h": "kph",
+    "rupee": "rs inr",
+    "yr": "year",
+    "wk": "week",
+    "ha": "hectare",
+    "km/h": "kph kmph",
     "mi/h": "mph",
 }
-OTHER_UNITS = "mg hz khz mhz ghz pa kpa kw kwh kj ms kb mb gb tb oz yd rpm ppm pcs pts tsp day"
+OTHER_UNITS = (
+    "mg hz khz mhz ghz pa kpa kw kwh kj ms kb mb gb tb oz yd rpm ppm pcs pts tsp day cc hp nm qt"
+)
 CANONICAL = {name: unit for unit, names in UNIT_NAMES.items() for name in [unit, *names.split()]}
 CANONICAL |= {unit: unit for unit in OTHER_UNITS.split()}
 UNIT_WORDS = "|".join(sorted(CANONICAL, key=len, reverse=True))
@@ -236,12 +243,20 @@ def _parted(text: str) -> tuple[str, str]:
     unit = found[0].strip(" .")
     # 5 m is a length, 5m, 5 x and x + 5 m are products.
     letters = set(VARIABLE.findall(unit))
-    is_glued = unit[0] in letters and value[-1] != " "
-    is_sum = letters and VARIABLE.search(value) and not _number(value)
-    is_product = letters - SINGLE_LETTER_UNITS or is_glued or is_sum
-    if NO_UNIT.search(unit) or is_product or any(map(_is_unknown, PRODUCT.finditer(unit))):
+    is_glued = value[-1] != " "
+    is_sum = VARIABLE.search(value) and not _number(value)
+    is_product = letters - SINGLE_LETTER_UNITS or (unit[0] in letters and is_glued)
+    is_short = is_glued or is_sum or value.endswith("\\pi ")
+    products = (GLUED_PRODUCT if is_short else PRODUCT).finditer(unit)
+    if (
+        NO_UNIT.search(unit)
+        or is_product
+        or (letters and is_sum)
+        or any(map(_is_unknown, products))
+    ):
         return text, ""
-    unit = re.sub(r"\b(?:square|sq)\.?\s+(\w+)", r"\1^2", unit.lower())
+    unit = re.sub(r"\bus\s+(?=dollar)", "", unit.lower())
+    unit = re.sub(r"\b(?:square|sq)\.?\s+(\w+)", r"\1^2", unit)
     unit = re.sub(r"\b(?:cubic|cu)\.?\s+(\w+)", r"\1^3", unit)
     unit = re.sub(r"\s+per\s+", "/", unit)
     names = re.sub(r"[{}\s]", "", re.sub(r"[^\W\d_]+|°", _canonical, unit))
