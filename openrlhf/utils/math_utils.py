@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from typing import Any
 
 BOX = re.compile(r"\\+(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 BOX_COMMAND = re.compile(r"\\+(?:boxed|fbox)\s*(?=\{)")
@@ -32,18 +33,27 @@ TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|[br]m)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 # Words before and after a number that make another number of it.
-POWERS = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9}
+POWERS = {"tenth": -1, "hundredth": -2, "thousandth": -3, "millionth": -6}
+POWERS |= {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9}
 POWERS |= {"trillion": 12, "百万": 6, "千万": 7, "万": 4, "亿": 8}
-POWERS |= {"tenth": -1, "hundredth": -2, "thousandth": -3}
 PARTS = {"halves": 2, "thirds": 3, "fourths": 4, "fifths": 5, "sixths": 6, "sevenths": 7}
 PARTS |= {"eighths": 8, "ninths": 9}
 OPERATORS = {"minus|negative": "-", "plus": "+", r"times|multiplied by": r"\\times "}
 OPERATORS |= {"divided by": "/", "(?:raised )?to the power of": "^"}
-NUMBER_WORDS = [
+
+
+def _power(number: str, words: str) -> str:
+    """Return 5\\times 10^{5} for 5 hundred thousand, 10^{-5} for hundred thousandths."""
+    exponents = [POWERS[word] for word in re.findall("|".join(POWERS), words.lower())]
+    sign = -1 if exponents[-1] < 0 else 1
+    return rf"{number}\times 10^{{{sign * sum(map(abs, exponents))}}}"
+
+
+NUMBER_WORDS: list[tuple[str, Any]] = [
     *((rf"(?<!\\)\b(?:{words})\s+(?=[\d.$\\(])", sign) for words, sign in OPERATORS.items()),
-    *(
-        (rf"(\d\$?)[\s-]*{word}s?(?![A-Za-z])", rf"\1\\times 10^{{{n}}}")
-        for word, n in POWERS.items()
+    (
+        rf"(\d\$?)((?:[\s-]*(?:{'|'.join(POWERS)})s?(?![A-Za-z]))+)",
+        lambda words: _power(*words.groups()),
     ),
     *((rf"(\d)[\s-]{word}\b", rf"\1/{n}") for word, n in PARTS.items()),
     (r"(\d\$?)[\s-]*dozens?\b", r"\1\\times 12"),
@@ -79,7 +89,7 @@ PLAIN = [
         (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset "),
         (r"\b([ap])\.\s?m\.?(?![A-Za-z])", r"\1m"),
         (r"\s+", " "),
-        *NUMBER_WORDS,
+        *((f"(?i:{pattern})", plain) for pattern, plain in NUMBER_WORDS),
     ]
 ]
 
