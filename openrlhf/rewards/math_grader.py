@@ -33,7 +33,10 @@ LETTERS = re.compile(
 LABELLED = re.compile(
     r"\W*(?:(?i:option|choice|answer)\W+)?\(?([A-J])(?:\s*[).:]|\s+(?=[\d$\\]))(.+)"
 )
-NAME = re.compile(r"(?:[A-Z]\.\s*){2,}[A-Z][a-z]")  # J. K. Rowling
+NAME = re.compile(r"(?:[A-Z]\. ){2,}[A-Z][a-z]|(?:[A-Z]\.){2,} ?[A-Z][a-z]")  # J. K. Rowling
+INITIALS = re.compile(r"\b(?:[A-Z]\.\s*)+(?=[A-Za-z][a-z])")
+LAST_LABEL = "E"  # of most lists of choices
+VERDICT = re.compile(r"\b(?:is|the|right|correct|true|best|answer|choice|option)\b")
 DENIED = re.compile(
     r"(?:\b(?:not|cannot|never|except|neither)\b|n['’]t\b|\b(?:rather|other) than\b|\binstead of\b"
     r"|不是|\\(?:ne|neg|lnot|not)(?![A-Za-z])|¬).*?(?=\bbut\b|[,;]|\.(?!\d)|$)",
@@ -83,7 +86,8 @@ REMARK = re.compile(
     r".*(?:\(\s*[a-z]{2,}[^()]*|\b(?:step|equation|part|line|figure|table|rounded to)\s*\(?)",
     re.IGNORECASE,
 )
-SEQUENCE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}|[A-Z](?: [A-Z])+")  # 2024-01-31, 21-15, W L W
+# 2024-01-31, 21-15, W L W, U.S.
+SEQUENCE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}|[A-Z](?: [A-Z])+|[A-Z](?:\.[A-Z])+")
 VALUE = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 
 
@@ -172,7 +176,9 @@ def _equal(answer: str, truth: str) -> bool:
     said = [plain_math(text[-MAX_ANSWER:]) for text in texts]
     if not truth or len(truth) > MAX_ANSWER or (is_boxed and len(texts[0]) > MAX_ANSWER):
         return bool(truth) and plain_math(texts[0]) == truth
-    labelled = None if NAME.match(truth) else LABELLED.fullmatch(truth)
+    # C. A. Lincoln is a choice, but a name to who answers C. S. Lewis.
+    is_name = NAME.match(truth) and (truth[0] > LAST_LABEL or NAME.search(said[0]))
+    labelled = None if is_name else LABELLED.fullmatch(truth)
     if labelled or LETTERS.fullmatch(truth):
         chosen = next((letters for text in said if (letters := _chosen(text))), set())
         own = LABELLED.fullmatch(said[0]) if is_boxed and labelled else None
@@ -192,8 +198,9 @@ def _same_content(given: str, truth: str) -> bool:
     """Return True unless two choices of one letter have nothing in common: C. Darwin, C. Columbus.
     The letter is the answer, not how it is repeated.
     """
+    given = VERDICT.sub("", REASON.sub("", given))
     stems, wanted = ({w[:4] for w in re.findall(r"\w+", t.casefold())} for t in (given, truth))
-    return bool(stems & wanted) or same_mathematics(given, truth)
+    return not stems or bool(stems & wanted) or same_mathematics(given, truth)
 
 
 def _chosen(text: str) -> set[str]:
@@ -204,7 +211,7 @@ def _chosen(text: str) -> set[str]:
     if LETTERS.fullmatch(text):
         return set(re.findall("[A-J]", text))
     labelled = LABELLED.fullmatch(text)
-    if labelled and not LETTER.search(labelled[2]):
+    if labelled and not LETTER.search(INITIALS.sub("", labelled[2])):
         return {labelled[1]}
     text = REASON.sub("", DENIED.sub("", text))
     return set() if WRONG.search(text) else set(LETTER.findall(text))

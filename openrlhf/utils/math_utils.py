@@ -17,8 +17,9 @@ ANNOUNCED = re.compile(
     r"|\b(?:answers?|solutions?)\b(?:(?!not\b|n['’]t)[^.\n:=]|\.\d){0,60}?(?:\bis\b|\bare\b|\bbe\b|[:：=]|\n)",
     re.IGNORECASE,
 )
-SENTENCE = re.compile(  # which does not end within J. K. Rowling
-    r"(?<=[.!?])(?<!\b[A-Z]\. [A-Z]\.)(?<!\s[A-Z]\.[A-Z]\.)\s+(?!(?<=\b[A-Z]\.\s)[A-Z]\.)"
+SENTENCE = re.compile(  # which does not end within J. K. Rowling or (B) A. Lincoln
+    r"(?<=[.!?])\s+(?=(?:The|This|That|It|They|He|She|We|So|In|But|However)\b)"
+    r"|(?<=[.!?])(?<!\b[A-Z][.:)] [A-Z]\.)(?<!\b[A-Z]\.[A-Z]\.)\s+(?!(?<=\b[A-Z]\.\s)[A-Z]\.)"
     r"(?=[A-Z\\$(\[*]|$)|。|\n|</"
 )
 
