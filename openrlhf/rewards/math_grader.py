@@ -59,7 +59,7 @@ SAYS_YES_OR_NO = re.compile(
 )
 ITEM_END = re.compile(r",\s*and\b|,|&|\band\b")
 INITIAL = re.compile(r"\b([a-z])\.\s*(?=[a-z]\b)")
-TRIVIA = re.compile(r"\b(?:the|an?) |[\"'“”‘’().!?*{}]")
+TRIVIA = re.compile(r"\b(?:the|an?) |[$\"'“”‘’().!?*{}]")
 PROSE = re.compile(
     rf"(?<![\\A-Za-z{{\d])(?!(?:{FUNCTIONS}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}['’]?[a-z]*(?:\^\{{?\d\}}?)?"
     r"|[=-]>|[→⇒∴•]|\\(?:implies|to|Rightarrow|rightarrow|therefore)(?![A-Za-z])"
@@ -267,6 +267,7 @@ def _value(text: str, truth: str) -> str:
     """Return the last mathematics of a sentence, with its unit; all of them where it hedges."""
     text = REASON.sub("", DENIED.sub("", re.sub(r"^\d+[.)] (?=.)", "", text)))
     text = text if "!" in truth else text.rstrip("!")
+    text = re.sub(r"\$([^$]+)\$(?!\.?\d)", r" \1 ", text)  # mathematics, not 5 dollars
     if WRONG.search(text):
         return ""
     starts = [0, *(found.end() for found in PROSE.finditer(text))]
