@@ -63,8 +63,8 @@ IMPLIES = re.compile(r"\\(?:implies|iff|to|Rightarrow|rightarrow)(?![A-Za-z])|[=
 BASE = re.compile(r"(?<=\d)_\s*(?:\{\s*(\d+)\s*\}|(\d+))$")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
 MEMBER = re.compile(r"^(?:[A-Za-z]\s*\\in|\([A-Za-z,\s]+\)\s*=)\s*(?=[\[({\\])")
-MONEY = re.compile(r"([-+]?)\s*(?:(?:US)?\$|([€£¥₹])|(?:USD|Rs)\b\.?)\s*(?=[\d.])")
-CURRENCIES = {"": "dollar", "€": "euro", "£": "pound", "¥": "yuan", "₹": "rupee"}
+MONEY = re.compile(r"([-+]?)\s*(?:(?:US)?\$|([€£¥₹]|Rs\b)\.?|USD\b)\s*(?=[\d.])")
+CURRENCIES = {"": "dollar", "€": "euro", "£": "pound", "¥": "yuan", "₹": "rupee", "Rs": "rupee"}
 UNIT = re.compile(
     r"(?:(?<=[\s\d)}°/·]))(?:(?<![^\W\d_])(?<!\\)(?:[^\W\d_]+|°\s*[CF]?)(?:\s*\^\s*\{?-?\d\}?)?[\s/·.]*)+$"
 )
@@ -72,7 +72,7 @@ SINGLE_LETTER_UNITS = set("mgshLlJNVWKCFA")
 OPERATOR = re.compile(r"(?:[-+*/=^_(<>,|]|\\(?!pi|circ|infty)[A-Za-z]+)\s*$")
 # Of the names of variables alone, and no bag, cab or day: 12 abc.
 PRODUCT = re.compile(r"(?<![^\W\d_])(?![bcdgh]a[bdgy](?![a-z]))[a-dghxyz]{2,}(?![^\W\d_])")
-# Right behind a value or where it has variables, also of others: 5pq, 2\\pi rh.
+# Right behind a value or where it has variables, also of others: 5pq, 2\pi rh.
 GLUED_PRODUCT = re.compile(
     r"(?<![^\W\d_])(?!(?:of|an|sq|cu|fl|st|nd|rd|th|am|pm)(?![a-z]))(?:[a-z]{2}|[b-df-hj-np-tv-z]{2,}|[a-dghxyz]{2,})(?![^\W\d_])"
 )
