@@ -27,7 +27,6 @@ from openrlhf.distributed.train_engine import EvalEngine, TrainEngine, make_opti
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import ConfigError
 from openrlhf.utils.context_parallel import ContextGroup
-from openrlhf.utils.memory import keep_freed_memory
 from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress
 from openrlhf.utils.tensors import DTYPES
@@ -163,8 +162,6 @@ class DeepSpeedStrategy:
             engine, *_ = collectives.import_deepspeed().initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
-        if self.device.type == "cpu":
-            keep_freed_memory()
         if self.topology.tp_size > 1:
             engine.first_dataloader_check.remove()  # it compares tensors only, not packed batches
         if self.ds.deepcompile:

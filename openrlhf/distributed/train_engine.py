@@ -37,6 +37,7 @@ from openrlhf.distributed import collectives, folders
 from openrlhf.distributed.collectives import import_deepspeed
 from openrlhf.distributed.weights import LAYER
 from openrlhf.errors import CheckpointError, NumericsError, first_line
+from openrlhf.utils.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -167,6 +168,8 @@ class TrainEngine:
         self.engine = engine
         self.schedule = schedule
         self.device = device
+        if device.type == "cpu":
+            keep_freed_memory()
         self.use_universal_ckpt = use_universal_ckpt
         self.num_skipped_steps = 0  # fp16 overflows in a row
         # Under ZeRO-0 every rank holds all, and the first of them copies.
