@@ -64,14 +64,19 @@ def test_ctrl_c_while_data_are_tokenised_is_one_line(tiny_model_dir: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("command", "number"),
+    ("command", "number", "send"),
     [
-        ("train_ppo --vllm_num_engines 0", signal.SIGINT),
-        ("train_ppo_ray --vllm_num_engines 1", signal.SIGTERM),
+        ("train_ppo --vllm_num_engines 0", signal.SIGINT, os.kill),
+        # As timeout and scancel do: Ray's own processes must outlive it.
+        ("train_ppo_ray --vllm_num_engines 1", signal.SIGTERM, os.killpg),
     ],
 )
 def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
-    command: str, number: int, given: dict, tmp_path: Path
+    command: str,
+    number: int,
+    send: Callable[[int, int], None],
+    given: dict,
+    tmp_path: Path,
 ) -> None:
     module, *flags = command.split()
     run, root = tmp_path / "run", tmp_path / "ckpt"
@@ -81,9 +86,9 @@ def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
         return argv(text, **given, train_batch_size="16", ckpt_path=root)
 
     python = [sys.executable, "-m", f"openrlhf.cli.{module}"]
-    with started([*python, *words(2000)]) as process:
+    with started([*python, *words(2000)], start_new_session=True) as process:
         wait_for_a_step(run, process)
-        error = interrupt(process, number)
+        error = interrupt(process, number, send)
     assert process.returncode == 130, error[-3000:]
     step = saved_step(error, root)
     state = json.loads((root / f"global_step{step}" / "state.json").read_text())["run"]

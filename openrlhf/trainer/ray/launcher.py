@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import ray
 from ray._common.utils import get_ray_address_file
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
@@ -126,6 +126,9 @@ def _start_here() -> subprocess.Popen[bytes]:
     # Ray's own switch. Its environment variable is read when Ray is imported, and would change how
     # other clusters are joined.
     is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    # A SIGTERM to the group of this process (timeout, scancel) is for this process: it still saves.
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
     try:
         ray.init(address="local", include_dashboard=False, **QUIET)
     except Exception as error:  # Ray has no class of its own for a start that fails
@@ -135,6 +138,7 @@ def _start_here() -> subprocess.Popen[bytes]:
         ) from error
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = is_enabled
+        services.ConsolePopen = popen
     # Ray's own agents would live a minute longer than a process here that was killed.
     names = {process.pid: name for name, process in ray_processes().items()}
     return ending_after_this_process(_descendants() - before, names)
