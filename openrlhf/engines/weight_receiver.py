@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from openrlhf.engines import vllm_cpu
 from openrlhf.engines.weight_transfer import Broadcasts, BucketReader, synchronize
 from openrlhf.errors import EngineError, WeightSyncError
-from openrlhf.utils.tensors import bit_sum, checksum
+from openrlhf.utils.tensors import bit_sum, both_sums, read_sums
 
 # It warns of layers without weights, such as rotary embeddings; what is missing is raised here.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -49,8 +49,9 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         self.reader = BucketReader(self.device)
         self.expected: list[str] = []  # parameters that an update has to fill
         self.loaded: set[str] = set()  # those that it has
-        self.fingerprints: dict[str, int] = {}  # by the trainer's name
-        self.received: dict[str, tuple[torch.dtype, int]] = {}  # dtype and bit sum, by vLLM's name
+        self.sums: dict[str, Tensor] = {}  # by the trainer's name
+        self.fingerprints: dict[str, int] = {}  # the same once the update is whole
+        self.received: dict[str, tuple[str, torch.dtype]] = {}  # by vLLM's name
         self.problem: str | None = None  # of the last transfer
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -68,7 +69,7 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
             if (info := get_layerwise_info(layer)).can_load():
                 _place_kernel_tensors(layer, info)
                 info.reset()
-        self.fingerprints, self.received, self.loaded = {}, {}, set()
+        self.sums, self.fingerprints, self.received, self.loaded = {}, {}, {}, set()
         initialize_layerwise_reload(self.model)
         vllm_cpu.before_reload(self.model)
         self.expected = [name for name, _ in self.model.named_parameters()]
@@ -86,7 +87,7 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
                 tensors = self._noted(self.reader.read(update_info["bucket"]))
                 self.loaded.update(self.model.load_weights(tensors))
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
-            name = next(reversed(self.fingerprints), "the first tensor")
+            name = next(reversed(self.sums), "the first tensor")
             raise WeightSyncError(f"the engine cannot load {name}: {error}") from error
         for layer in self.model.modules():
             _own_pending(layer)
@@ -118,19 +119,27 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         A parameter is left out where its layer is packed or split over workers, its tensors have
         other names, or its loader changes values.
         """
+        sums = dict(zip(self.sums, read_sums([*self.sums.values()]), strict=True))
+        self.fingerprints = {name: both.fingerprint for name, both in sums.items()}
+        names, held, sent = [], [], []
         for layer_name, layer in self.model.named_modules():
             for leaf, param in layer._parameters.items():
                 if param is None or not _keeps_bits(layer, param):
                     continue
                 sources = self._sources(f"{layer_name}.{leaf}")
                 found = [self.received[source] for source in sources if source in self.received]
-                if [dtype for dtype, _ in found] != [param.dtype] * len(sources):
+                if [dtype for _, dtype in found] != [param.dtype] * len(sources):
                     continue
-                sent = sum(bits for _, bits in found) % 2**64
                 is_table = isinstance(layer, VocabParallelEmbedding)
                 num_rows = layer.shard_indices.num_org_elements if is_table else None
-                if bit_sum(param.data[:num_rows]) != sent:  # the rows that come from a checkpoint
-                    raise WeightSyncError(f"{layer_name}.{leaf} does not hold what was received")
+                names.append(f"{layer_name}.{leaf}")
+                held.append(bit_sum(param.data[:num_rows]))  # the rows that a checkpoint has
+                sent.append(sum(sums[name].bit_sum for name, _ in found) % 2**64)
+        for name, own, came in zip(
+            names, torch.stack(held).tolist() if held else [], sent, strict=True
+        ):
+            if own % 2**64 != came:
+                raise WeightSyncError(f"{name} does not hold what was received")
 
     def _sources(self, name: str) -> list[str]:
         """Return the tensors of a checkpoint that vLLM makes one parameter from."""
@@ -141,11 +150,10 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
     def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         own_name = namer(self.model)
         for name, tensor in tensors:
-            if name in self.fingerprints:
+            if name in self.sums:
                 raise WeightSyncError(f"tensor {name} came twice")
-            sums = checksum(tensor)
-            self.fingerprints[name] = sums.fingerprint
-            self.received[own_name(name)] = (tensor.dtype, sums.bit_sum)
+            self.sums[name] = both_sums(tensor)
+            self.received[own_name(name)] = (name, tensor.dtype)
             yield name, tensor
 
     def _absent(self) -> list[str]:

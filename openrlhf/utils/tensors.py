@@ -5,6 +5,7 @@ where a buffer lives or who reads it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -37,12 +38,25 @@ def checksum(tensor: Tensor) -> Checksum:
     word among the last ones, m_i an odd multiplier of its own. A single changed word always changes
     it, and so do blocks that change places.
     """
+    [found] = read_sums([both_sums(tensor)])
+    return found
+
+
+def both_sums(tensor: Tensor) -> Tensor:
+    """Return the sums of `checksum`, (2,) int64, on the tensor's device: no one waits for them."""
     words = _words(tensor)
     num_blocks = max(len(words) - BLOCK, 0) // BLOCK
     blocks, rest = words[: num_blocks * BLOCK].view(-1, BLOCK), words[num_blocks * BLOCK :]
     sums = torch.cat([blocks.sum(-1), rest])
-    total = int((sums * _multipliers(len(sums), words.device)).sum())
-    return Checksum((total + tensor.nbytes * GOLDEN) % 2**64, int(sums.sum()) % 2**64)
+    mixed = (sums * _multipliers(len(sums), words.device)).sum()
+    return torch.stack([mixed + _signed(tensor.nbytes * GOLDEN), sums.sum()])
+
+
+def read_sums(sums: Sequence[Tensor]) -> list[Checksum]:
+    """Return the numbers of `both_sums` for tensors of one device, in one copy to the host."""
+    if not sums:
+        return []
+    return [Checksum(mixed % 2**64, bits % 2**64) for mixed, bits in torch.stack([*sums]).tolist()]
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -50,9 +64,11 @@ def fingerprint(tensor: Tensor) -> int:
     return checksum(tensor).fingerprint
 
 
-def bit_sum(tensor: Tensor) -> int:
-    """Return the sum of the raw bits as 64-bit words, modulo 2^64."""
-    return int(_words(tensor).sum()) % 2**64
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of the raw bits as 64-bit words, () int64 on the tensor's device, which wraps
+    at 2^64.
+    """
+    return _words(tensor).sum()
 
 
 def align(num_bytes: int) -> int:
@@ -93,8 +109,19 @@ def _words(tensor: Tensor) -> Tensor:
     return padded.view(torch.int64)
 
 
+def _signed(number: int) -> int:
+    """Return the number modulo 2^64, as a signed word."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
 def _multipliers(count: int, device: torch.device) -> Tensor:
-    """Return odd pseudo-random numbers, (count,) int64: the mixing of splitmix64."""
+    """Return odd pseudo-random numbers, (count,) int64."""
+    return _splitmix(1 << max(count - 1, 0).bit_length(), device)[:count]
+
+
+@lru_cache(maxsize=64)  # each power of two once for each device
+def _splitmix(count: int, device: torch.device) -> Tensor:
+    """Return the mixing of splitmix64 for 1 to `count`, (count,) int64."""
     numbers = torch.arange(1, count + 1, device=device) * GOLDEN
     numbers = (numbers ^ (numbers >> 30)) * MIX
     return (numbers ^ (numbers >> 27)) | 1

@@ -26,7 +26,7 @@ from openrlhf.engines.weight_transfer import (
     synchronize,
 )
 from openrlhf.errors import EngineError, LostEngineError, WeightSyncError
-from openrlhf.utils.tensors import NamedTensors, align, as_bytes, dtype_name, fingerprint
+from openrlhf.utils.tensors import NamedTensors, align, as_bytes, both_sums, dtype_name, read_sums
 
 NUM_BUFFERS = 2  # one is filled while the other one is read
 # Of a large model: each is a call to every engine. There are some more, for a tensor that does not
@@ -153,21 +153,22 @@ class WeightTransport:
         Raise WeightSyncError naming the first difference, and when requests run, unless
         `keep_running`: then they go on under the new weights.
         """
-        sent: dict[str, int] = {}
+        sums: dict[str, Tensor] = {}
         if rank() > 0:
             for _ in self.buckets(tensors):
                 pass
             self.finish()
-            return sent
+            return {}
         self._results(self._on_all(VLLMEngine.begin_weight_update, keep_running))
         pending: dict[int, Future[Any]] = {}
-        for bucket, data in self.buckets(_noted(tensors, sent)):
+        for bucket, data in self.buckets(_noted(tensors, sums)):
             self._results(pending)
             pending = self._on_all(VLLMEngine.receive_bucket, bucket)
             pending |= self.start_sending(data) if pending else {}
         self._results(pending)
         receipts = self._results(self._on_all(VLLMEngine.finish_weight_update, weight_version))
         self.finish()
+        sent = {name: n for name, (n, _) in zip(sums, read_sums([*sums.values()]), strict=True)}
         for index, received in receipts.items():
             wrong = [name for name, value in sent.items() if received.get(name) != value]
             if wrong:
@@ -293,8 +294,8 @@ def weight_route(
     return BroadcastTransport, cpu if is_colocated else fastest
 
 
-def _noted(tensors: NamedTensors, fingerprints: dict[str, int]) -> NamedTensors:
-    """Yield the same tensors; note the fingerprint of each in the trainer's own memory."""
+def _noted(tensors: NamedTensors, sums: dict[str, Tensor]) -> NamedTensors:
+    """Yield the same tensors; note the sums of each in the trainer's own memory."""
     for name, tensor in tensors:
-        fingerprints[name] = fingerprint(tensor)
+        sums[name] = both_sums(tensor)
         yield name, tensor
