@@ -177,6 +177,7 @@ class TrainEngine:
         self._sharing = collectives.ranks_on_node(is_counted=self._copies)  # the host memory
         self.update_ratio = 0.0  # norm of the last update by that of the weights, of this rank
         self._max_norm = max_norm
+        self._num_grads = 0  # of ZeRO-3, while they are freed
         # Plain fp32 data parallelism: DeepSpeed clips unseen and never checks, so both are done
         # here.
         self._is_plain = not hasattr(engine.optimizer, "_global_grad_norm")
@@ -235,10 +236,13 @@ class TrainEngine:
         return grad_norm
 
     def offload_states(self) -> None:
-        """Move optimizer states, gradient buffers and fp32 master weights to CPU memory, where the
-        ZeRO stage can; 16-bit weights stay.
+        """Move optimizer states and fp32 master weights to CPU memory, where the ZeRO stage can;
+        free gradients, which are of no use after a step. 16-bit weights stay.
         """
         if self._can_move_states():
+            grads = getattr(self.engine.optimizer, "grad_partitions_flat_buffer", None)
+            if grads is not None and grads.numel():  # ZeRO-3 would copy them there and back
+                self._num_grads, grads.data = grads.numel(), grads.new_empty(0)
             deepspeed = import_deepspeed()
             kinds = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
             include = [kind for kind in kinds if kind != kinds.lp_params]
@@ -248,8 +252,16 @@ class TrainEngine:
 
     def reload_states(self) -> None:
         """Bring them back before the next update."""
-        if self._can_move_states():
-            self.engine.reload_states(non_blocking=False)
+        if not self._can_move_states():
+            return
+        zero, num_grads = self.engine.optimizer, self._num_grads
+        if num_grads:  # in place of the copy
+            grads = zero.grad_partitions_flat_buffer.new_zeros(num_grads)
+            zero.lp_grad_partitions_flat_pin_buffers = grads
+        self.engine.reload_states(non_blocking=False)
+        if num_grads:
+            zero.lp_grad_partitions_flat_pin_buffers = grads.new_empty(0, device="cpu")
+            self._num_grads = 0
 
     def save_states(self, folder: Path, *, has_optimizer: bool = True) -> None:
         """Write what `take_states` takes; all ranks call, all or none raise CheckpointError."""
