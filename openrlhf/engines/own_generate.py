@@ -242,14 +242,22 @@ def generating(model: Any) -> Iterator[Any]:
     model.eval()
     if attention[""] not in KEPT_ATTENTION and not is_padded(model):
         base.set_attn_implementation("sdpa")
+    # The last states are a slice of all: torch would copy a frozen head for every row.
+    hook = base.get_output_embeddings().register_forward_pre_hook(contiguous)
     try:
         with torch.no_grad():
             yield base
     finally:
+        hook.remove()
         base.generation_config = settings
         if attention_of(base.config) != attention:
             base.set_attn_implementation(attention)
         model.train(was_training)
+
+
+def contiguous(_head: object, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the arguments of a head without gaps in memory."""
+    return tuple(tensor.contiguous() for tensor in states)
 
 
 def attention_of(config: PretrainedConfig) -> dict[str, str]:

@@ -121,3 +121,12 @@ def test_a_seed_repeats_itself_in_any_company(model):
     in_company = OwnGenerate(model, max_num_rows=5).generate([*others, seeded])[-1]
     assert [a.token_ids for a in in_company] == [a.token_ids for a in alone]
     assert alone[0].token_ids != alone[1].token_ids
+
+
+def test_a_frozen_head_is_not_copied_for_every_row(model):
+    model.requires_grad_(False)
+    with torch.profiler.profile() as found:
+        OwnGenerate(model).generate([request(num_samples=6, max_new_tokens=3)])
+    model.requires_grad_(True)
+    operators = {event.key for event in found.key_averages()}
+    assert "aten::mm" in operators and "aten::bmm" not in operators
