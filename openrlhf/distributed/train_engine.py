@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 MAX_FP16_SKIPS = 20
 ENGINE = "engine.json"
 WEIGHTS, STEP = "fp32", "step"  # the other keys of a part are those of the optimizer's state
+ASLEEP = "_offload_buffer"  # ends keys of DeepSpeed's own, for states that sleep
 # Counts from 1, so its last value is that of the last update, not the one behind it.
 EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
 # Norms, biases, and what Mamba layers have instead: experts and heads stack them to any shape.
@@ -256,11 +257,12 @@ class TrainEngine:
             return
         zero, num_grads = self.engine.optimizer, self._num_grads
         if num_grads:  # in place of the copy
-            grads = zero.grad_partitions_flat_buffer.new_zeros(num_grads)
+            dtype = zero.grad_partitions_flat_buffer.dtype
+            grads = torch.zeros(num_grads, dtype=dtype, device=self.device)
             zero.lp_grad_partitions_flat_pin_buffers = grads
         self.engine.reload_states(non_blocking=False)
         if num_grads:
-            zero.lp_grad_partitions_flat_pin_buffers = grads.new_empty(0, device="cpu")
+            zero.lp_grad_partitions_flat_pin_buffers = torch.empty(0, dtype=dtype)
             self._num_grads = 0
 
     def save_states(self, folder: Path, *, has_optimizer: bool = True) -> None:
@@ -407,7 +409,9 @@ def _content(engine: "DeepSpeedEngine", *, has_optimizer: bool) -> dict[str, dic
         state = engine.basic_optimizer.state.get(part.flat, {}) if has_optimizer else {}
         tensors = {WEIGHTS: part.flat, **state}
         content[part.name] = {"start": part.start} | {
-            key: tensor if key == STEP else part.of(tensor) for key, tensor in tensors.items()
+            key: tensor if key == STEP else part.of(tensor)
+            for key, tensor in tensors.items()
+            if not key.endswith(ASLEEP)
         }
     return content
 
@@ -427,7 +431,7 @@ def _take_up(engine: "DeepSpeedEngine", folder: Path) -> None:
             if first >= last:
                 continue
             num_found += last - first
-            for key in stored.keys() - {"start"}:
+            for key in (k for k in stored if k != "start" and not k.endswith(ASLEEP)):
                 if key == STEP:
                     states[part.flat][STEP] = stored[STEP].to(part.flat.device, copy=True)
                     continue

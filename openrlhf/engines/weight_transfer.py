@@ -48,8 +48,10 @@ class HostMemory:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
 
-    def allocate(self, num_bytes: int) -> tuple[Tensor, Handle]:
-        """Return a new buffer, (n,) uint8, and the path and size that open it elsewhere."""
+    def allocate(self, num_bytes: int, *, is_opened: bool) -> tuple[Tensor, Handle]:
+        """Return a new buffer, (n,) uint8, and the path and size that open it elsewhere, whether or
+        not that is done.
+        """
         descriptor = os.memfd_create("weights")
         os.ftruncate(descriptor, num_bytes)
         handle = (f"/proc/{os.getpid()}/fd/{descriptor}", num_bytes)
@@ -80,15 +82,15 @@ class CudaMemory:
         """The physical GPU, whatever its index in this process."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
-    def allocate(self, num_bytes: int) -> tuple[Tensor, Handle]:
-        """Return a new buffer, (n,) uint8, and the arguments that `rebuild_cuda_tensor` takes; one
-        reader opens them.
+    def allocate(self, num_bytes: int, *, is_opened: bool) -> tuple[Tensor, Handle]:
+        """Return a new buffer, (n,) uint8, and the arguments that `rebuild_cuda_tensor` takes if it
+        `is_opened` elsewhere, by one reader: torch never frees a handle that nobody has opened.
         """
         # Registers CUDA's reductions when imported, which a process without CUDA must not do.
         from torch.multiprocessing.reductions import reduce_tensor  # noqa: PLC0415 - see above
 
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return buffer, tuple(reduce_tensor(buffer)[1])
+        return buffer, tuple(reduce_tensor(buffer)[1]) if is_opened else ()
 
     def open(self, handle: Handle) -> Tensor:
         """Open a buffer that another process allocated, (n,) uint8."""

@@ -54,7 +54,15 @@ def memory_in_use() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def train(options: dict, *, is_moved: bool) -> dict:
+def saved_keys(engine: TrainEngine, folder: Path) -> set[str]:
+    """The names of a parameter's tensors in a checkpoint."""
+    engine.save_states(folder)
+    rank = torch.distributed.get_rank()
+    parts = torch.load(folder / f"tp0-dp{rank}.pt", weights_only=True)
+    return {key for part in parts.values() for key in part}
+
+
+def train(options: dict, folder: Path, *, is_moved: bool) -> dict:
     """Weights and norms of a few steps; states that are moved leave after each step."""
     engine = start(options | {"enable_sleep": True})
     norms, freed, away, has_answered, grads_away = [], [], [], [], []
@@ -74,14 +82,17 @@ def train(options: dict, *, is_moved: bool) -> dict:
     if is_moved:
         engine.reload_states()
     result = {"norms": norms, "freed": freed, "away": away, "has_answered": has_answered}
-    result["grads_away"] = grads_away
+    result |= {"grads_away": grads_away, "saved": saved_keys(engine, folder)}
     result["weights"] = weights_of(engine)
     return result
 
 
 def train_both_ways(folder: Path) -> dict:
     results = {
-        name: (train(options, is_moved=False), train(options, is_moved=True))
+        name: tuple(
+            train(options, folder / f"{name}-{is_moved}", is_moved=is_moved)
+            for is_moved in (False, True)
+        )
         for name, options in CASES.items()
     }
     shut_down()
@@ -104,6 +115,7 @@ def test_training_goes_on_as_if_its_states_had_never_been_away(tmp_path, device)
             )
             if device == "cuda":  # at least the two moments of Adam, fp32
                 assert min(moved["freed"]) >= 2 * 4 * num_parameters, name
+            assert moved["saved"] == stayed["saved"] >= {"fp32", "exp_avg", "exp_avg_sq"}, name
             is_zero3 = name.startswith("zero3")
             assert moved["grads_away"] == [0 if is_zero3 else None] * NUM_STEPS, name
 

@@ -54,6 +54,8 @@ class WeightTransport:
     (`address`), and what is sent beside it (`start_sending`); BucketReader is its other side.
     """
 
+    is_opened = False  # True if readers open the buffers themselves
+
     def __init__(
         self,
         device: torch.device,
@@ -141,7 +143,8 @@ class WeightTransport:
             if len(oldest[0]) >= num_bytes:
                 self._buffers.append(oldest)
                 return
-        self._buffers.append(self.memory.allocate(max(num_bytes, self.bucket_bytes)))
+        size = max(num_bytes, self.bucket_bytes)
+        self._buffers.append(self.memory.allocate(size, is_opened=self.is_opened))
 
     def send(
         self, tensors: NamedTensors, weight_version: int, *, keep_running: bool = False
@@ -218,6 +221,8 @@ class HandleTransport(WeightTransport):
     """Engine workers open the buffer of the trainer rank on their own GPU or node. All ranks pack
     the same buckets at the same time.
     """
+
+    is_opened = True
 
     def connect(self) -> None:  # the first rank of each place, where engine workers are
         is_first_here = all_gather_object(self.memory.place).index(self.memory.place) == rank()
