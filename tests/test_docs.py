@@ -21,7 +21,7 @@ from tests.helpers.documents import DOCUMENTS, FENCE, Block, blocks, commands, n
 from tests.source import ROOT, modules
 
 README = DOCUMENTS[0].read_text()
-OF_LAUNCHERS = {"module", "address"}
+OF_LAUNCHERS = {"nproc_per_node", "module", "address"}
 OTHER_PROGRAMS = {"venv", "vllm.entrypoints.openai.api_server"}  # python -m ... that is not ours
 
 

@@ -61,7 +61,6 @@ from openrlhf.trainer.ppo_utils.demands import (
     role_demands,
 )
 from openrlhf.utils.console import notice, print_banner, warn
-from openrlhf.utils.gpus import visible_gpus
 from openrlhf.utils.images import is_vision
 
 ROOM = 0.8  # of the free memory, for the weights of reward models
@@ -121,6 +120,8 @@ def check_ppo_ray(config: PPOConfig, said: Sequence[str]) -> None:
     machine.
     """
     with gathering(config, said) as gathered:
+        with gathered:
+            config = train_rl.placed(config)
         _check_ppo(config, gathered, on_ray=True)
 
 
@@ -160,7 +161,9 @@ def _check_rl(
     if on_ray:
         demands = []
         with gathered:
-            view = _view_of_run()
+            from openrlhf.trainer.ray.cluster import view_of_run  # noqa: PLC0415 - only on Ray
+
+            view = view_of_run()
             demands = role_demands(config, view)
             check_demand(demands, view)
     has_gpus = torch.cuda.is_available() if view is None else view.has_gpus
@@ -244,20 +247,6 @@ def _check_saved(config: TrainingRunConfig, samples: Any, gathered: Gathered) ->
     data = DataFacts(samples.fingerprint, len(samples))
     with gathered:
         RunCheckpoints(config.ckpt, data).find_saved(config)
-
-
-def _view_of_run() -> ClusterView:
-    """Return the devices of the cluster that a run would join, or of this machine, on which it
-    would start its own.
-    """
-    from openrlhf.trainer.ray.launcher import find_cluster, ray_session  # noqa: PLC0415 - only here
-    from openrlhf.trainer.ray.placement import view_cluster  # noqa: PLC0415 - as above
-
-    if find_cluster(os.environ.get("RAY_ADDRESS")) is not None:
-        with ray_session():
-            return view_cluster()
-    num_gpus = len(visible_gpus())
-    return ClusterView(num_gpus, os.cpu_count() or 1, num_gpus)
 
 
 def _supervised_models(

@@ -51,7 +51,12 @@ from openrlhf.models.loading import (
     load_sequence_model,
     resolve_dtype,
 )
-from openrlhf.models.support import check_here, num_positions
+from openrlhf.models.support import (
+    check_engine_split,
+    check_here,
+    most_workers,
+    num_positions,
+)
 from openrlhf.models.value_head import RewardModel
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import Rollouts
@@ -317,12 +322,14 @@ def sampling_of(task: BatchTask) -> SamplingSettings:
 def vllm_engine(task: BatchTask) -> VLLMEngine:
     """Start the engine of this rank."""
     config, num_gpus = task.config, torch.cuda.device_count()
+    num_workers = config.vllm.tensor_parallel_size or most_workers(task.model_config, num_gpus)
+    check_engine_split(task.model_config, task.model_path, num_workers, "tp_size")
     return VLLMEngine(
         {
             "model": task.model_path,
             "dtype": resolve_dtype(config.ds.param_dtype, task.model_config),
             "max_model_len": task.max_model_len,
-            "tensor_parallel_size": config.vllm.tensor_parallel_size or max(num_gpus, 1),
+            "tensor_parallel_size": num_workers,
             "gpu_memory_utilization": config.vllm.gpu_memory_utilization,
             "enable_prefix_caching": config.vllm.enable_prefix_caching,
             "max_num_seqs": config.vllm.max_num_seqs,

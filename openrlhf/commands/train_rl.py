@@ -39,7 +39,7 @@ from openrlhf.trainer.local_cluster import Cluster, local_cluster
 from openrlhf.trainer.ppo_state import RunState, is_at_end, open_run
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, pools_of
+from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, pools_of, sharing_one_machine
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup, start_forward
 from openrlhf.trainer.workers.critic_and_frozen import (
@@ -73,10 +73,18 @@ def run_ppo_ray(
 
     A program may bring its own trainer, and the rewards that the config does not name a source of.
     """
+    config = placed(config)
     inputs = prepare_inputs(
         config, has_engines=config.vllm.num_engines != 0, reward_source=reward_source
     )
     _open_and_run(config, inputs, opener(on_ray=True), make_trainer)
+
+
+def placed(config: PPOConfig) -> PPOConfig:
+    """Return the config with a place for models and engines, where nobody gave them one."""
+    from openrlhf.trainer.ray.cluster import view_of_run  # noqa: PLC0415 - only on Ray
+
+    return sharing_one_machine(config, view_of_run)
 
 
 def run_ppo_local(

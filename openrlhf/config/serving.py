@@ -87,7 +87,10 @@ class InferenceVLLMConfig(Base):
     """`vllm.*` of batch_inference."""
 
     tensor_parallel_size: int | None = option(
-        None, "GPUs of an engine; unset: all of them, or one a rank.", "tp_size", ge=1
+        None,
+        "GPUs of an engine; unset: as many as can share its heads, or one a rank.",
+        "tp_size",
+        ge=1,
     )
     max_num_seqs: int = option(256, "Most sequences at a time.", gt=0)
     enable_prefix_caching: bool = switch("Cache common prefixes.")

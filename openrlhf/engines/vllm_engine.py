@@ -413,6 +413,7 @@ def start_llm(settings: Mapping[str, Any]) -> Any:
     """Return vLLM's LLMEngine, with the receiver of weights in every worker."""
     from vllm.config import WeightTransferConfig  # noqa: PLC0415 - takes seconds
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - takes seconds
+    from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415 - takes seconds
     from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - takes seconds
 
     from openrlhf.engines import weight_receiver  # noqa: PLC0415 - imports vLLM
@@ -431,15 +432,16 @@ def start_llm(settings: Mapping[str, Any]) -> Any:
             worker_extension_cls=weight_receiver.WORKER_EXTENSION,
             weight_transfer_config=WeightTransferConfig(backend=weight_receiver.BACKEND),
             disable_log_stats=True,
-        ).create_engine_config()
+        ).create_engine_config(UsageContext.LLM_CLASS)  # batches as large as those of vllm.LLM
         vllm_cpu.limit_cache(vllm_config)
         forget_closed_groups()
         llm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
     except ValueError as error:
-        raise ConfigError(
-            f"vLLM refuses {own['model']}: {first_line(error)}. Take another model, or generate "
-            "without vLLM: --vllm_num_engines 0, --eval_task generate."
-        ) from error
+        remedy = "Take another model, or generate without vLLM: --vllm_num_engines 0, "
+        remedy += "--eval_task generate."
+        if "memory" in str(error):  # free memory, or that for the cache of one sequence
+            remedy = "Type another --vllm_gpu_memory_utilization, or smaller lengths."
+        raise ConfigError(f"vLLM refuses {own['model']}: {first_line(error)}. {remedy}") from error
     # vLLM disables this function for the whole process; the trainer may share it.
     torch.set_num_threads = set_num_threads
     llm.set_weight_version("0")

@@ -180,14 +180,22 @@ def _split_problems(config: PretrainedConfig, path: str, ds: DeepSpeedConfig) ->
         )
 
 
-def check_engine_split(config: PretrainedConfig, path: str, num_workers: int) -> None:
+def check_engine_split(
+    config: PretrainedConfig, path: str, num_workers: int, flag: str = "vllm_tensor_parallel_size"
+) -> None:
     """Raise ConfigError unless the workers of a vLLM engine can share the heads of a model."""
     num_heads = getattr(config.get_text_config(), "num_attention_heads", None) or 0
     if num_heads % num_workers:
         raise ConfigError(
-            f"--vllm_tensor_parallel_size {num_workers}: {path} has {num_heads} attention heads, "
+            f"--{flag} {num_workers}: {path} has {num_heads} attention heads, "
             "not a multiple of it. Type a divisor."
         )
+
+
+def most_workers(config: PretrainedConfig, num_gpus: int) -> int:
+    """Return the most workers of a vLLM engine on these GPUs that can share a model's heads."""
+    num_heads = getattr(config.get_text_config(), "num_attention_heads", None) or 0
+    return max(n for n in range(1, max(num_gpus, 1) + 1) if num_heads % n == 0)
 
 
 def num_experts_per_token(config: PretrainedConfig) -> int:

@@ -17,7 +17,7 @@ from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.tensors import dtype_name
 
-MAX_NUM_SEQS = 256  # that an engine samples at once
+MAX_NUM_SEQS = 256  # that an engine on a CPU samples at once: vLLM's own number
 SEED_STRIDE = 1_000_003  # between the seeds of engines that start at one step and at the next
 
 
@@ -83,7 +83,6 @@ def engine_config(
         "model": config.policy_path,
         "dtype": dtype_name(dtype),
         "max_model_len": config.total_len,
-        "max_num_seqs": MAX_NUM_SEQS,
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
         # The samples of a prompt share its prefix through the cache.

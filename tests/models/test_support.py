@@ -10,7 +10,13 @@ from openrlhf.cli import train_kto
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models import support
-from openrlhf.models.support import check_here, num_positions, refuse_unsupported
+from openrlhf.models.support import (
+    check_engine_split,
+    check_here,
+    most_workers,
+    num_positions,
+    refuse_unsupported,
+)
 from tests.tiny import make_model, write_jsonl
 
 
@@ -101,6 +107,13 @@ def test_models_whose_rows_cannot_be_shared_are_refused(config, flags, why):
     with pytest.raises(ConfigError, match=why):
         refuse_unsupported(config, "m", DeepSpeedConfig(ring_attn_size=4, **flags))
     refuse_unsupported(config, "m", DeepSpeedConfig())
+
+
+@pytest.mark.parametrize(("num_heads", "expected"), [(32, 8), (28, 7), (14, 7), (12, 6), (9, 3)])
+def test_an_engine_takes_as_many_gpus_as_can_share_its_heads(num_heads: int, expected: int) -> None:
+    config = hf.LlamaConfig(num_attention_heads=num_heads, hidden_size=num_heads * 64)
+    assert most_workers(config, 8) == expected
+    check_engine_split(config, "m", expected)
 
 
 def test_a_budget_of_tokens_does_not_bound_padded_rows():

@@ -19,6 +19,7 @@ from openrlhf.trainer.ppo_utils.demands import (
     demand_table,
     pool_sizes,
     role_demands,
+    sharing_one_machine,
 )
 from openrlhf.trainer.ray import placement
 from tests.helpers.documented import CHEAT_SHEET, GRPO, README_PPO
@@ -95,13 +96,48 @@ def test_a_partner_without_a_shape_takes_the_others(flags: str, expected: dict[s
         assert expected.items() <= ranks(demands_of(cluster, base, flags)).items()
 
 
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_models_that_nobody_placed_share_the_gpus_of_one_machine(num_gpus: int, caplog) -> None:
+    machine = ClusterView(num_gpus=num_gpus, num_cpus=64, max_gpus_per_node=num_gpus)
+    words = "--pretrain m --prompt_data p --remote_rm_url r.py --vllm_gpu_memory_utilization 0.6"
+    config = sharing_one_machine(parse_config(PPOConfig, words.split()).config, lambda: machine)
+    found = role_demands(config, machine)
+    check_demand(found, machine)
+    assert pool_sizes(found) == {"shared by all": num_gpus}
+    assert config.vllm.enable_sleep and config.ds.enable_sleep
+    assert config.vllm.gpu_memory_utilization == 0.6  # as it was typed
+    assert "share the GPUs of this machine in turns" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "cluster"),
+    [
+        ("--actor_num_gpus_per_node 1", NODE),
+        ("--vllm_num_engines 2", NODE),
+        ("--async_train", NODE),
+        ("", LAPTOP),
+        ("", ClusterView(num_gpus=16, num_cpus=64, max_gpus_per_node=8)),
+    ],
+    ids=["ranks", "engines", "asynchronous", "no GPU", "two machines"],
+)
+def test_a_placement_that_somebody_made_stays(flags: str, cluster: ClusterView) -> None:
+    words = f"--pretrain m --prompt_data p --remote_rm_url r.py {flags}"
+    config = parse_config(PPOConfig, words.split()).config
+    assert sharing_one_machine(config, lambda: cluster) is config
+
+
 def test_too_large_a_demand_is_a_table_at_once() -> None:
     found = demands(NODE)
     with pytest.raises(ConfigError, match="need 40, have 8") as error:
         check_demand(found, NODE)
-    assert "--colocate_all_models" in str(error.value)
+    assert "--colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep" in str(error.value)
     for role in ("actor", "ref", "reward", "critic", "vllm"):
         assert role in demand_table(found, NODE)
+
+
+@pytest.mark.parametrize("num_roles", [2, 5, 6, 7])
+def test_roles_that_share_a_gpu_fit_on_it_as_ray_counts(num_roles: int) -> None:
+    assert num_roles * round(placement.share_of(num_roles) * 10_000) <= 10_000
 
 
 @pytest.fixture

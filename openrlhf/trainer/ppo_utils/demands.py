@@ -1,13 +1,29 @@
 """The devices that each role of a run needs; a table of need and have when there are too few."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from openrlhf.config.base import is_given, with_value
 from openrlhf.config.generation import GenerationRunConfig
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
+from openrlhf.utils.console import notice
 
 COLOCATED_POOL = "shared by all"
 TRAINED_ROLES = ("actor", "critic")
+# What a run on the GPUs of one machine has where nobody said who is to have which.
+SHARED = {
+    "train.colocate_all": True,
+    "vllm.enable_sleep": True,
+    "ds.enable_sleep": True,
+    "vllm.gpu_memory_utilization": 0.5,
+}
+PLACEMENT = (
+    *("train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward"),
+    *("train.async_enable", "vllm.num_engines"),
+    *(f"{role}.num_nodes" for role in ("actor", "critic", "ref", "reward")),
+    *(f"{role}.num_gpus_per_node" for role in ("actor", "critic", "ref", "reward")),
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,27 @@ def role_demands(config: GenerationRunConfig, cluster: ClusterView) -> list[Role
     return demands
 
 
+def sharing_one_machine(config: PPOConfig, view: Callable[[], ClusterView]) -> PPOConfig:
+    """Return the config of a run whose models and engines share the GPUs of the only machine in
+    turns, unless somebody placed one of them.
+    """
+    if any(is_given(config, path) for path in PLACEMENT):
+        return config
+    cluster = view()
+    if not cluster.has_gpus or cluster.num_gpus > cluster.max_gpus_per_node:
+        return config
+    for path, value in SHARED.items():
+        if not is_given(config, path):
+            config = with_value(config, path, value)
+    notice(
+        "note: models and engines share the GPUs of this machine in turns (--colocate_all_models "
+        "--vllm_enable_sleep --deepspeed_enable_sleep --vllm_gpu_memory_utilization "
+        f"{config.vllm.gpu_memory_utilization}); --actor_num_gpus_per_node and the like give each "
+        "its own"
+    )
+    return config
+
+
 def _ranks_that_fit(
     demands: Sequence[RoleDemand], unset: Sequence[str], cluster: ClusterView, ranks_per_share: int
 ) -> dict[str, int]:
@@ -121,8 +158,10 @@ def check_demand(demands: Sequence[RoleDemand], cluster: ClusterView) -> None:
     need = sum(pool_sizes(demands).values())
     if cluster.has_gpus and need > cluster.num_gpus:
         raise ConfigError(
-            f"Not enough GPUs: need {need}, have {cluster.num_gpus}. Ask for fewer ranks, share "
-            f"devices with --colocate_all_models, or add nodes.\n{demand_table(demands, cluster)}"
+            f"Not enough GPUs: need {need}, have {cluster.num_gpus}. Have all models share them "
+            "with --colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep "
+            "--vllm_gpu_memory_utilization 0.5, ask for fewer ranks, or add nodes.\n"
+            f"{demand_table(demands, cluster)}"
         )
 
 

@@ -43,7 +43,8 @@ def make_experience(
     is that of a policy that sees images.
     """
     experience = Experience.from_rollouts(rollouts, processor)
-    columns = run_forwards(forwards, experience, in_turn=config.train.colocate_all)
+    in_turn = any(config.colocated_groups())  # two at once would not fit, and wait for each other
+    columns = run_forwards(forwards, experience, in_turn=in_turn)
     for name, column in columns.items():
         if not all_finite(column):
             raise NumericsError(f"{name} of this batch are not finite")

@@ -1,8 +1,10 @@
 """The groups and engines of a run as actors in their places on a Ray cluster."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+import ray
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.generation import GenerationRunConfig
@@ -12,8 +14,14 @@ from openrlhf.trainer.local_cluster import (
     policy_dtype,
     policy_processor,
 )
-from openrlhf.trainer.ppo_utils.demands import role_demands
-from openrlhf.trainer.ray.launcher import RayActorGroup, RaySession, ray_session
+from openrlhf.trainer.ppo_utils.demands import ClusterView, role_demands
+from openrlhf.trainer.ray.launcher import (
+    CALL_TIMEOUT_S,
+    RayActorGroup,
+    RaySession,
+    find_cluster,
+    ray_session,
+)
 from openrlhf.trainer.ray.placement import place, view_cluster
 from openrlhf.trainer.ray.recovery import EngineRecovery
 from openrlhf.trainer.ray.restarts import Restarts
@@ -25,8 +33,22 @@ from openrlhf.trainer.ray.watch import (
     WatchedRank,
     WatchedRay,
 )
+from openrlhf.utils.gpus import visible_gpus
 from openrlhf.utils.memory import keep_freed_memory
 from openrlhf.utils.progress import progress, saying_what_is_awaited
+
+
+def view_of_run() -> ClusterView:
+    """Return the devices of the cluster that a run would join, or of this machine, on which it
+    would start its own.
+    """
+    if ray.is_initialized():
+        return view_cluster()
+    if find_cluster(os.environ.get("RAY_ADDRESS")) is not None:
+        with ray_session():
+            return view_cluster()
+    num_gpus = len(visible_gpus())
+    return ClusterView(num_gpus, os.cpu_count() or 1, num_gpus)
 
 
 @contextmanager
@@ -78,9 +100,10 @@ def ray_cluster(
                 with saying_what_is_awaited(f"{role} to start: see {group.logs}*"):
                     group.join()
                 advance()
-            for engine in engines:  # may fetch its model first: how long that takes nobody knows
+            waits = [engine.load() for engine in engines]  # side by side: each takes minutes
+            for engine, wait in zip(engines, waits, strict=True):
                 with saying_what_is_awaited(f"{engine.name} to start: see {engine.log}*"):
-                    engine.ready()
+                    wait(CALL_TIMEOUT_S)  # it may fetch its model first
                 advance()
         recovery = EngineRecovery(engines, restarts)
         at_the_end(recovery.close)

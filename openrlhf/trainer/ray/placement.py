@@ -97,7 +97,7 @@ def place(
         bundles = range(demand.num_ranks * width)
         num_on_node = Counter(node_of[bundle] for bundle in bundles)
         num_roles = sum(other.pool == demand.pool for other in demands)
-        share = min(COLOCATED_SHARE, 1 / num_roles) if num_roles > 1 else 1.0
+        share = min(COLOCATED_SHARE, share_of(num_roles)) if num_roles > 1 else 1.0
         resources = {"num_cpus": bundle["CPU"] * share, "num_gpus": bundle.get("GPU", 0.0) * share}
         slots[demand.role] = []
         for first in bundles[::width]:
@@ -111,6 +111,13 @@ def place(
                 )
             )
     return slots, list(groups.values())
+
+
+def share_of(num_roles: int) -> float:
+    """Return the part of a device for each of its roles, in the steps of 1e-4 that Ray counts in,
+    rounded down: six times 0.1667 would not fit.
+    """
+    return 10_000 // num_roles / 10_000
 
 
 def wait_for_node(

@@ -107,16 +107,24 @@ class RayEngine:
         return not self.is_lost
 
     def start(self) -> None:
-        """Start the actor; `ready` waits until it is up."""
+        """Start the actor; `load` or `ready` has it get up."""
         assert self.make is not None
         self.handle = self.make(self.num_starts)
         self.num_starts += 1
 
-    def ready(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Wait until the engine is up."""
+    def load(self) -> Callable[[float], None]:
+        """Have the engine get up; return the function that waits until it is."""
         actor = self.handle
         reference = actor.run.remote(LLMRayActor.ready.__name__)
-        self.node = self._result(reference, timeout_s, actor=actor)
+
+        def wait(timeout_s: float) -> None:
+            self.node = self._result(reference, timeout_s, actor=actor)
+
+        return wait
+
+    def ready(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Wait until the engine is up."""
+        self.load()(timeout_s)
 
     def restart(self) -> None:
         """Start another actor in place of this one; `ready_again` waits until it is up."""
