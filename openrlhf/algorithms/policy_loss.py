@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.tokens import exp_of_log_ratio, segment_mean
+from openrlhf.algorithms.tokens import check_sum, exp_of_log_ratio, segment_mean
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def sapo_loss(
 
 def _log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, num_actions_B: Tensor) -> Tensor:
     assert logprobs_N.shape == old_logprobs_N.shape, "log-probs of the same tokens are needed"
-    assert len(logprobs_N) == int(num_actions_B.sum()), "samples do not add up to the tokens"
+    check_sum(logprobs_N, num_actions_B)
     return logprobs_N.float() - old_logprobs_N.float()
 
 
@@ -180,7 +180,7 @@ def aggregate(
     sum / (samples * max_new_tokens) (Dr. GRPO, arXiv 2503.20783). Tokens and samples (those with an
     action) are counted over all micro-batches and ranks of the step. No tokens: 0, gradient 0.
     """
-    assert len(loss_N) == int(num_actions_B.sum()), "samples do not add up to the tokens"
+    check_sum(loss_N, num_actions_B)
     if mode == "token_mean":
         return loss_N.sum() / num_tokens_global
     if mode == "seq_mean":

@@ -22,6 +22,12 @@ SUM_ELEMENTS = 1 << 24  # of a weight's gradient, added at a time
 MAX_ABS_LOG_RATIO = 20.0  # exponentials of more are as good as 0 or infinite
 
 
+def check_sum(flat_N: Tensor, num_actions_B: Tensor) -> None:
+    """Raise RuntimeError unless there is one number per action token; a GPU is not waited for."""
+    is_so = num_actions_B.sum() == len(flat_N)
+    torch._assert_async(is_so, "the tokens of the samples do not add up to the numbers")
+
+
 def action_mask(num_actions_B: Tensor) -> Tensor:
     """Return True at the actions of a right-padded block, (B, A)."""
     longest = int(num_actions_B.max()) if len(num_actions_B) else 0
@@ -31,7 +37,7 @@ def action_mask(num_actions_B: Tensor) -> Tensor:
 def pad_flat(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
     """Lay a flat vector out as (B, A), with zeros at the right."""
     mask_BA = action_mask(num_actions_B)
-    assert len(flat_N) == int(num_actions_B.sum()), "one number per action token is needed"
+    check_sum(flat_N, num_actions_B)
     return flat_N.new_zeros(mask_BA.shape).masked_scatter(mask_BA, flat_N)
 
 
@@ -43,7 +49,7 @@ def unpad(padded_BA: Tensor, num_actions_B: Tensor) -> Tensor:
 
 def segment_sum(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
     """Sum over the tokens of each sample, (B,); 0 for an empty one."""
-    assert len(flat_N) == int(num_actions_B.sum()), "one number per action token is needed"
+    check_sum(flat_N, num_actions_B)
     return torch.segment_reduce(flat_N, "sum", lengths=num_actions_B, unsafe=True)
 
 

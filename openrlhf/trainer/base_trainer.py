@@ -210,7 +210,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         if not coef or aux_loss_S is None:
             return loss_sum
         aux_sum, total = (aux_loss_S * weights_S).sum(), weights_S.sum().item()
-        metrics.add("aux_loss", aux_sum.item() / total, weight=total)
+        metrics.add("aux_loss", aux_sum.double() / total, weight=total)
         return loss_sum + coef * aux_sum
 
     @property
@@ -311,6 +311,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
                 loss = self._loss_of(part, batch, denominators, metrics)
                 self.engine.backward(loss, is_last_micro_batch=index == count - 1)
                 advance()
+        metrics.read()  # the device's time belongs to this phase
         times.append(time.monotonic())
         if not self._step(rows, metrics):
             return Metrics()
@@ -460,7 +461,7 @@ def add_means(metrics: Metrics, values: Mapping[str, Tensor]) -> None:
     """Note the mean of each tensor, (N,); nothing of an empty one."""
     for name, values_N in values.items():
         if len(values_N):
-            metrics.add(name, values_N.detach().float().mean().item(), weight=len(values_N))
+            metrics.add(name, values_N.detach().float().mean(), weight=len(values_N))
 
 
 def check_same_tokens(own: Tokenizer, path: str, flag: str, *, remote_code: bool = False) -> None:

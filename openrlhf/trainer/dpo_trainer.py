@@ -96,6 +96,6 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         loss = loss_sum / denominators["num_pairs"]
         if self.nll_coef:
             nll_sum, num_tokens = -chosen_B.sum(), int(pairs.lengths_2B[0].sum())
-            metrics.add("nll_loss", nll_sum.item() / max(num_tokens, 1), weight=num_tokens)
+            metrics.add("nll_loss", nll_sum.double() / max(num_tokens, 1), weight=num_tokens)
             loss = loss + self.nll_coef * nll_sum / max(denominators["num_chosen_tokens"], 1.0)
         return loss, metrics

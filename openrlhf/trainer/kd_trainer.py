@@ -218,7 +218,7 @@ class KDTrainer(SFTTrainer):
         num_tokens, metrics = len(logprobs_N), Metrics()
         add_means(metrics, {"gpt_loss": -logprobs_N, "distil_loss": divergence_N})
         loss_sum = self.add_router_loss(loss, aux_loss_B, batch.num_targets, metrics)
-        metrics.add("loss", loss_sum.item() / num_tokens, weight=num_tokens)
+        metrics.add("loss", loss_sum.double() / num_tokens, weight=num_tokens)
         return loss_sum / denominators["num_tokens"], metrics
 
 

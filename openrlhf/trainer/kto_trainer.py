@@ -95,7 +95,7 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
         metrics.add("kl", reference_point, weight=num_samples)
         ones_B = torch.ones_like(losses_B)
         loss_sum = self.add_router_loss(losses_B.sum(), aux_loss_B, ones_B, metrics)
-        metrics.add("loss", loss_sum.item() / num_samples, weight=num_samples)
+        metrics.add("loss", loss_sum.double() / num_samples, weight=num_samples)
         return loss_sum / denominators["num_samples"], metrics
 
     def _logprobs(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -140,7 +140,7 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         num_markers, metrics = len(losses_M), Metrics()
         add_means(metrics, {"prm_loss": losses_M, "acc": is_correct_M})
         loss_sum = self.add_router_loss(losses_M.sum(), aux_loss_B, batch.num_markers, metrics)
-        metrics.add("loss", loss_sum.item() / num_markers, weight=num_markers)
+        metrics.add("loss", loss_sum.double() / num_markers, weight=num_markers)
         return loss_sum / denominators["num_markers"], metrics
 
     def _labels(self, sample: ProcessExample) -> Tensor:

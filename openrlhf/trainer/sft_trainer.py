@@ -47,7 +47,7 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
         stats = self.engine(batch)
         num_tokens, metrics = len(stats.logprobs), Metrics()
         loss_sum = sft_loss(stats.logprobs, num_tokens_global=1)
-        metrics.add("gpt_loss", loss_sum.item() / num_tokens, weight=num_tokens)
+        metrics.add("gpt_loss", loss_sum.double() / num_tokens, weight=num_tokens)
         metrics.add("acc", stats.is_top.float().mean().item(), weight=num_tokens)
         loss_sum = self.add_router_loss(loss_sum, stats.aux_loss, batch.num_targets, metrics)
         return loss_sum / denominators["num_tokens"], metrics

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 STDERR = "_stderr"  # behind a metric's name: the standard error of its mean
 Values = Mapping[str, float]
 Reduction = Literal["mean", "sum", "max", "min"]
@@ -27,18 +30,48 @@ class Metrics:
     """Named numbers with their reductions; picklable, so that ranks can send theirs to the
     controller.
 
+    A tensor is read when somebody looks, all of them in one copy to the host: a device need not be
+    waited for between two micro-batches.
+
     Example: `metrics.add("reward", 0.5, weight=8)`, then `metrics.values() == {"reward": 0.5}`
     """
 
-    # name -> [total, weight, reduction], as JSON has it
-    cells: dict[str, list[Any]] = field(default_factory=dict)
+    known: dict[str, list[Any]] = field(default_factory=dict)
+    waiting: list[tuple[str, Tensor, float, Reduction]] = field(default_factory=list)
 
     def add(
-        self, name: str, value: float, *, weight: float = 1.0, reduction: Reduction = "mean"
+        self,
+        name: str,
+        value: float | Tensor,
+        *,
+        weight: float = 1.0,
+        reduction: Reduction = "mean",
     ) -> None:
-        """Add one value; `weight` counts only for means (say, the tokens it is a mean of)."""
+        """Add one value, a number or a tensor (); `weight` counts only for means (say, the tokens
+        it is a mean of).
+        """
+        if isinstance(value, Tensor):
+            self.waiting.append((name, value.detach(), weight, reduction))
+            return
         total = value * weight if reduction == "mean" else value
         self._absorb(name, float(total), float(weight), reduction)
+
+    @property
+    def cells(self) -> dict[str, list[Any]]:
+        """Return [total, weight, reduction] by name, as JSON has it."""
+        self.read()
+        return self.known
+
+    def read(self) -> None:
+        """Read the tensors that were added; waits for their device."""
+        if self.waiting:
+            waiting, self.waiting = self.waiting, []
+            numbers = torch.stack([value.double() for _, value, _, _ in waiting]).tolist()
+            for (name, _, weight, reduction), number in zip(waiting, numbers, strict=True):
+                self.add(name, number, weight=weight, reduction=reduction)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"known": self.cells, "waiting": []}
 
     def merge(self, other: "Metrics") -> "Metrics":
         """Merge another set into this one; return this one."""
@@ -60,12 +93,12 @@ class Metrics:
         return name in self.cells
 
     def _absorb(self, name: str, total: float, weight: float, reduction: Reduction) -> None:
-        if name in self.cells:
-            before, weight_before, reduction_before = self.cells[name]
+        if name in self.known:
+            before, weight_before, reduction_before = self.known[name]
             assert reduction == reduction_before, "one metric, two reductions"
             weight += weight_before
             total = COMBINE[reduction]([before, total])
-        self.cells[name] = [total, weight, reduction]
+        self.known[name] = [total, weight, reduction]
 
 
 def merged(parts: Iterable[Metrics]) -> Metrics:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
 from openrlhf.algorithms.kl import kl_per_token
@@ -28,6 +29,7 @@ from openrlhf.trainer.ppo_utils.update_plan import (
     seen_column,
 )
 from openrlhf.trainer.workers.critic_and_frozen import CriticModelActor, RewardModelActor
+from openrlhf.trainer.workers.model_worker import Notes
 from openrlhf.trainer.workers.policy import PolicyModelActor, correction_of
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
@@ -518,3 +520,26 @@ def test_the_clip_range_of_values(flags: str, expected: float) -> None:
     step = UpdateStep(experience, num_tokens=1, num_samples=1)
     loss, _ = worker.compute_loss(experience.packed(), experience, step, Metrics())
     assert float(loss) == pytest.approx(expected)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that the host reads from tensors: on a GPU it would wait for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_micro_batch_waits_for_no_number(tiny_model_dir: Path, tmp_path: Path) -> None:
+    kl = {"use_loss": True, "init_coef": 0.1}
+    actor = make_actor(tiny_model_dir, tmp_path, algo={"kl": kl})
+    experience = ragged_experience(8, with_ref=True)
+    [[step]] = planned_shares(experience, 1, train_batch_size=8, max_epochs=1, seed=0, kl_coef=0.1)
+    notes = Notes(["new_logprobs"])
+    with Reads() as reads:
+        loss = actor._sample_loss(step, list(range(8)), notes)
+        actor.engine.backward(loss, is_last_micro_batch=True)
+    assert reads.count <= 1  # by Hugging Face, before the first layer
+    assert notes.problem() is None and {"kl", "policy_loss"} <= notes.metrics.values().keys()

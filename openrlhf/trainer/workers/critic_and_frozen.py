@@ -54,7 +54,7 @@ class CriticModelActor(TrainedWorker):
             clip=self.config.critic.value_clip,
         )
         loss = self.aggregated(loss_N, experience, step)
-        metrics.add("critic_loss", loss.item() / step.num_steps, reduction="sum")
+        metrics.add("critic_loss", loss.double() / step.num_steps, reduction="sum")
         return loss, {"new_values": values_N, "value_loss": loss_N}
 
 

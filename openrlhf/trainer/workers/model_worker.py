@@ -211,6 +211,7 @@ class TrainedWorker(ModelWorker):
                     self.engine.backward(loss, is_last_micro_batch=index == len(parts) - 1)
                     advance()
                 metrics.add(f"{self.prefix}_grad_norm", self._step(notes))
+                notes.losses.clear()
                 notes.num_updates += 1
                 self.after_step()
                 metrics.add(f"{self.prefix}_lr", self.engine.lr, reduction="max")
@@ -234,7 +235,7 @@ class TrainedWorker(ModelWorker):
         except NumericsError as error:
             grad_norm, failure = math.nan, str(error)
         if not math.isfinite(grad_norm):
-            problems = [problem for problem in all_gather_object(notes.problem) if problem]
+            problems = [problem for problem in all_gather_object(notes.problem()) if problem]
             if problems or failure:
                 raise NumericsError([*problems, failure][0])
         return grad_norm
@@ -252,16 +253,16 @@ class TrainedWorker(ModelWorker):
         return [(self._sample_loss, s) for s in samples] + [(self._text_loss, t) for t in texts]
 
     def _sample_loss(self, step: UpdateStep, indices: list[int], notes: "Notes") -> Tensor:
-        experience = step.experience.select(indices) if indices else step.experience.stand_in()
-        experience = experience.to(self.engine.device)
+        own = step.experience.select(indices) if indices else step.experience.stand_in()
+        experience = own.to(self.engine.device)
         noted = notes.metrics if indices else Metrics()
         row = experience.packed(self.image_processor).to(self.engine.device)
         loss, columns = self.compute_loss(row, experience, step, noted)
-        if indices:
-            notes.add(experience.places.tolist(), columns)
-        groups = experience.group_ids.unique().tolist()[:8]
-        what = f"samples of groups {groups} (group_id in the files of samples)"
-        return notes.checked(loss, what) if indices else loss * 0.0
+        if not indices:
+            return loss * 0.0
+        notes.add(own.places.tolist(), columns)
+        groups = own.group_ids.unique().tolist()[:8]
+        return notes.checked(loss, f"samples of groups {groups} (group_id in the files of samples)")
 
     def _text_loss(self, step: UpdateStep, indices: list[int], notes: "Notes") -> Tensor:
         texts = [step.texts[index] for index in indices] or [torch.zeros(2, dtype=torch.int64)]
@@ -397,7 +398,7 @@ class Notes:
     def __init__(self, names: Sequence[str]) -> None:
         self.metrics = Metrics()
         self.num_updates = 0
-        self.problem: str | None = None  # with a loss
+        self.losses: list[tuple[Tensor, str]] = []  # of the step, and of what
         self.parts: dict[str, list[Tensor]] = {name: [] for name in names}
         self.places: dict[int, None] = {}
 
@@ -409,13 +410,18 @@ class Notes:
                 parts.append(columns[name].detach().float())
 
     def checked(self, loss: Tensor, what: str) -> Tensor:
-        """Return the loss; one that is not finite is noted, and spoils the gradient: the update is
-        then refused on all ranks, which meet in it.
+        """Return the loss; one that is not finite spoils the gradient: the update is then refused
+        on all ranks, which meet in it.
         """
-        if math.isfinite(loss.item()):
-            return loss
-        self.problem = f"the loss is {loss.item()} for {what}; weights were not changed"
-        return loss * math.nan
+        self.losses.append((loss.detach(), what))
+        return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+
+    def problem(self) -> str | None:
+        """Return the words for the first loss of the step that is not finite."""
+        for loss, what in self.losses:
+            if not math.isfinite(loss.item()):
+                return f"the loss is {loss.item()} for {what}; weights were not changed"
+        return None
 
     def result(self) -> UpdateResult:
         """Return everything on the CPU."""

@@ -132,19 +132,19 @@ class PolicyModelActor(TrainedWorker):
         weights_N = self._importance_weights(old_N, experience, metrics)
         loss_N = terms.loss_N * weights_N
         loss = self._aggregate(loss_N, experience, step)
-        metrics.add("policy_loss", loss.item() / step.num_steps, reduction="sum")
+        metrics.add("policy_loss", loss.double() / step.num_steps, reduction="sum")
         num_tokens = len(terms.loss_N)
-        is_clipped = terms.is_clipped_N.float().mean().item()
+        is_clipped = terms.is_clipped_N.float().mean()
         metrics.add("ppo_clip_ratio", is_clipped, weight=num_tokens)
-        metrics.add("ppo_kl", -terms.log_ratio_N.mean().item(), weight=num_tokens)
-        metrics.add("ratio_max", terms.ratio_N.max().item(), reduction="max")
+        metrics.add("ppo_kl", -terms.log_ratio_N.mean(), weight=num_tokens)
+        metrics.add("ratio_max", terms.ratio_N.max(), reduction="max")
         columns = {"new_logprobs": stats.logprobs, "log_ratio": terms.log_ratio_N}
         columns |= {"is_clipped": terms.is_clipped_N, "loss": loss_N}
         for term in self._other_terms(stats, old_N, experience, step, metrics, columns):
             loss = loss + term
         if stats.aux_loss is not None:
             aux_sum = (stats.aux_loss * batch.num_targets).sum()
-            metrics.add("aux_loss", aux_sum.item() / num_tokens, weight=num_tokens)
+            metrics.add("aux_loss", aux_sum.double() / num_tokens, weight=num_tokens)
             loss = loss + config.actor.aux_loss_coef * aux_sum / step.num_tokens
         return loss, columns
 
@@ -152,7 +152,7 @@ class PolicyModelActor(TrainedWorker):
         """Return --ptx_coef times the micro-batch's part of the language loss of a step's text."""
         stats: TokenStats = self.engine(batch)
         loss = sft_loss(stats.logprobs, num_tokens_global=num_tokens)
-        metrics.add("ptx_loss", -stats.logprobs.mean().item(), weight=len(stats.logprobs))
+        metrics.add("ptx_loss", -stats.logprobs.mean(), weight=len(stats.logprobs))
         return self.config.actor.ptx_coef * loss
 
     def _importance_weights(
@@ -167,23 +167,23 @@ class PolicyModelActor(TrainedWorker):
             "logprobs_diff": (old_N.float() - engine_N.float()).abs(),
         }
         for name, values_N in columns.items():
-            metrics.add(name, values_N.mean().item(), weight=num_tokens)
-        metrics.add("logprobs_diff_max", columns["logprobs_diff"].max().item(), reduction="max")
+            metrics.add(name, values_N.mean(), weight=num_tokens)
+        metrics.add("logprobs_diff_max", columns["logprobs_diff"].max(), reduction="max")
         columns["is_ratio"] = exp_of_log_ratio((old_N.float() - engine_N.float()).detach())
         weights_N: Tensor | float = 1.0
         if self.correction is not None:
             found = importance_weights(self.correction, old_N, engine_N, experience.num_actions)
             weights_N = found.weights_N
             columns |= {"is_ratio": found.ratio_N, "is_cut_ratio": found.is_cut_N.float()}
-            metrics.add("is_cut_ratio", found.is_cut_N.float().mean().item(), weight=num_tokens)
-            metrics.add("is_weight", found.weights_N.mean().item(), weight=num_tokens)
-            metrics.add("is_ratio_max", found.ratio_N.max().item(), reduction="max")
+            metrics.add("is_cut_ratio", found.is_cut_N.float().mean(), weight=num_tokens)
+            metrics.add("is_weight", found.weights_N.mean(), weight=num_tokens)
+            metrics.add("is_ratio_max", found.ratio_N.max(), reduction="max")
         if self.config.train.async_enable:
             staleness_N = self.weight_version - experience.weight_versions
             for staleness in staleness_N.unique().tolist():
                 for name, values_N in columns.items():
                     part = values_N[staleness_N == staleness]
-                    metrics.add(f"{name}/stale_{staleness}", part.mean().item(), weight=len(part))
+                    metrics.add(f"{name}/stale_{staleness}", part.mean(), weight=len(part))
         return weights_N
 
     def _other_terms(
@@ -203,12 +203,12 @@ class PolicyModelActor(TrainedWorker):
             kl_N = kl_per_token(stats.logprobs, ref_N, estimator=kl.estimator)
             if kl.unbiased_gradient:
                 kl_N = with_reverse_kl_gradient(kl_N, stats.logprobs, old_N, ref_N)
-            metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
+            metrics.add("kl", kl_N.mean(), weight=len(kl_N))
             columns["kl"] = kl_N
             yield step.kl_coef * self._aggregate(kl_N, experience, step)
         coef = self.config.actor.entropy_coef
         if coef is not None and stats.entropy is not None:
-            metrics.add("entropy", stats.entropy.mean().item(), weight=len(stats.entropy))
+            metrics.add("entropy", stats.entropy.mean(), weight=len(stats.entropy))
             if coef:
                 yield -coef * self._aggregate(stats.entropy, experience, step)
 
