@@ -50,7 +50,7 @@ from openrlhf.trainer.ppo_utils.worker_group import Forward
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback
-from openrlhf.utils.console import notice
+from openrlhf.utils.console import notice, warn
 from openrlhf.utils.memory import collecting_only_new_objects
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.outcome import num_since_best, reward_alone, say_outcome, stopped_early
@@ -470,16 +470,24 @@ class PPOTrainer:
             callback.on_save(self, *saved)
 
     def evaluate(self, global_step: int) -> None:
-        """Log pass@n and pass@1 on the evaluation prompts; keep the best model."""
+        """Log pass@n and pass@1 on the evaluation prompts; keep the best model. Without rewards
+        it is only said, but for the first one, when nothing is lost yet.
+        """
         inputs, prompts = self.inputs, self.inputs.eval_prompts
         if prompts is None:
             return
-        with self.phases.rollout():
-            samples = self.rollouts.generate_samples(
-                list(prompts), inputs.eval_sampling, tag=f"eval{global_step}"
-            )
         policy = replace(self.sampler.policy, step_size=len(prompts))
-        policy.check_dropped(list(samples.failed.values()), of="the evaluation")
+        try:
+            with self.phases.rollout():
+                samples = self.rollouts.generate_samples(
+                    list(prompts), inputs.eval_sampling, tag=f"eval{global_step}"
+                )
+            policy.check_dropped(list(samples.failed.values()), of="the evaluation")
+        except RewardError as error:
+            if global_step == 0:
+                raise
+            warn(f"no evaluation at step {global_step}, training goes on: {error}")
+            return
         say_dropped(samples.failed, prompts)
         file = write_rollouts(
             inputs.run_dir,

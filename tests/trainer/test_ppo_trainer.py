@@ -53,6 +53,20 @@ def test_a_run_evaluates_first_at_intervals_and_last() -> None:
     assert world.policy_version == world.version == trainer.num_steps == 5
 
 
+def test_an_evaluation_without_rewards_is_said_and_training_goes_on(caplog) -> None:
+    heard = Heard()
+    world = World(unscored=frozenset({"eval3"}))
+    make_trainer(world, num_prompts=18, is_async=False, callbacks=[heard]).fit()
+    assert [step for what, step in heard.told if what == "evaluation"] == [0, 5]
+    assert "no evaluation at step 3, training goes on: the server is away" in caplog.text
+
+
+def test_a_first_evaluation_without_rewards_ends_the_run() -> None:
+    trainer = make_trainer(World(unscored=frozenset({"eval0"})), num_prompts=18, is_async=False)
+    with pytest.raises(RewardError, match="the server is away"):
+        trainer.fit()
+
+
 def test_a_run_that_is_told_to_ends_after_the_step_with_an_evaluation() -> None:
     trainer = make_trainer(World(), num_prompts=40, is_async=False, callbacks=[EndsAt(2)])
     trainer.fit()
