@@ -23,11 +23,11 @@ python -m openrlhf.cli.train_ppo_ray \
     --prompt_data "$DATA" --input_key "$INPUT_KEY" --apply_chat_template \
     --advantage_estimator gae --normalize_reward \
     --rollout_batch_size 1024 --micro_rollout_batch_size 16 \
-    --train_batch_size 128 --micro_train_batch_size 16 \
+    --train_batch_size 128 --micro_train_batch_size 4 \
     --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 --init_kl_coef 0.01 \
     --max_samples 100000 --max_epochs 1 --num_episodes 1 \
     --prompt_max_len 1024 --generate_max_len 1024 \
-    --zero_stage 3 --bf16 --flash_attn --gradient_checkpointing --packing_samples \
+    --zero_stage 3 --bf16 --adam_offload --flash_attn --gradient_checkpointing --packing_samples \
     --save_steps -1 --logging_steps 1 \
     --save_path "$OUT" --ckpt_path "$OUT/checkpoints" \
     ${EXTRA_ARGS:-}

@@ -152,6 +152,9 @@ def test_a_machine_that_is_not_here_can_be_planned_for(
     assert (code, errors) == (0, [])
     assert "vllm           2        2  shared by all\n  need 2 x GPU, have 2\n" in out
     assert "95% of its GPU" in out
+    code, out, errors = run(capsys, [*ppo(), "--bf16"])  # nobody placed anything
+    assert (code, errors) == (0, [])
+    assert "shared by all\n  need 2 x GPU, have 2\n" in out and "50% of its GPU" in out
     assert "a GPU of shared by all" in out
 
 
