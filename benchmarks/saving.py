@@ -46,7 +46,8 @@ def step_times(folder: Path, model: Path, *, waits: bool) -> tuple[float, float,
 
     def save_and_wait(self: RunCheckpoints, run: Any) -> None:
         save(self, run)
-        self._wait()
+        if self.under_way is not None and self.under_way.thread is not None:
+            self.under_way.thread.join()
 
     RunCheckpoints.save = save_and_wait if waits else save  # type: ignore[method-assign]
     sft(
