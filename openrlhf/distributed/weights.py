@@ -49,8 +49,16 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def total_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of whole parameters, also of those that ZeRO-3 has split."""
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)
+    """Return the bytes of whole parameters, also of those that ZeRO-3 has split; those in four bits
+    count as the plain numbers that leave the trainer.
+    """
+    return sum(_whole_bytes(parameter) for parameter in parameters)
+
+
+def _whole_bytes(parameter: Tensor) -> int:
+    if (packed := getattr(parameter, "quant_state", None)) is not None:
+        return int(packed.shape.numel() * packed.dtype.itemsize)
+    return getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
 
 
 def exported_parameters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:

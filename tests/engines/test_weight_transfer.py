@@ -5,6 +5,7 @@ import socket
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,7 +103,20 @@ class Unread(WeightTransport):
         return {}
 
 
-def test_weights_of_70b_are_at_most_64_calls_to_an_engine():
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """A weight of an adapter's base in four bits, two numbers in a byte."""
+    parameter = weight.new_empty((weight.numel() + 1) // 2, dtype=torch.uint8)
+    parameter.quant_state = SimpleNamespace(shape=weight.shape, dtype=torch.bfloat16)
+    return parameter
+
+
+def test_weights_in_four_bits_count_as_the_plain_numbers_that_are_sent():
+    weight, bias = torch.empty(4, 3), torch.empty(3, dtype=torch.bfloat16)
+    assert total_bytes([packed(weight), bias]) == 2 * 12 + 2 * 3
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_weights_of_70b_are_at_most_64_calls_to_an_engine(is_packed):
     config = transformers.LlamaConfig(
         hidden_size=8192,
         intermediate_size=28_672,
@@ -113,7 +127,8 @@ def test_weights_of_70b_are_at_most_64_calls_to_an_engine():
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    size = total_bytes(model.parameters())
+    held = [packed(p) if is_packed and p.dim() == 2 else p for p in model.parameters()]
+    size = total_bytes(held)
     transport = Unread(CPU, [], num_bytes=size)
     transport.is_used = False
     found = [bucket for bucket, _ in transport.buckets(model.named_parameters())]
