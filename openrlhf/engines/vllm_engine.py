@@ -54,9 +54,10 @@ class VLLMEngine:
     """A RolloutEngine; all calls may come from any thread.
 
     Its thread works off a queue: each item is a command or one step of vLLM, and a step queues the
-    next one behind what came in meanwhile. An error of a step, or of the device in a command, ends
-    the engine: every waiting and later call raises LostEngineError. Any other error of a command
-    belongs to its caller alone; one for want of memory, a MachineError, ends the engine too.
+    next one behind what came in meanwhile. An error of a step, or of the device or a worker in a
+    command, ends the engine: every waiting and later call raises LostEngineError. Any other error
+    of a command belongs to its caller alone; one for want of memory, a MachineError, ends the
+    engine too.
     """
 
     who = "the vLLM engine"
@@ -264,7 +265,8 @@ class VLLMEngine:
                 )
                 self._fail(full)
                 raise full from error
-            except RuntimeError as error:  # of a worker in another process, or of the device
+            # Of the device or a worker; vLLM asserts where workers of several have died before.
+            except (RuntimeError, AssertionError) as error:
                 self._fail(error)
                 raise self._down() from error
             finally:
@@ -373,8 +375,9 @@ class VLLMEngine:
         Where it is broken off nothing is sampled until another one is whole.
         """
 
+        assert not self._is_current, "begin_weight_update was not called"
+
         def run() -> Result:
-            assert not self._is_current, "begin_weight_update was not called"
             try:
                 return command()
             except (EngineError, torch.OutOfMemoryError):

@@ -187,6 +187,8 @@ def test_an_engine_whose_device_fails_is_lost_and_says_so(tiny_model_dir, where)
         (NotImplementedError("no sleep mode"), NotImplementedError, "^no sleep mode$", False),
         (torch.OutOfMemoryError("CUDA out of memory."), MachineError, "memory. Type a sm", True),
         (RuntimeError("CUDA error: launch failure"), LostEngineError, "launch failure", True),
+        (AssertionError("no worker is left"), LostEngineError, "no worker is left", True),
+        (ValueError("no such tag"), ValueError, "^no such tag$", False),
     ],
 )
 def test_what_another_engine_would_meet_too_does_not_make_one_lost(error, raised, said, is_ended):
