@@ -7,6 +7,7 @@ model is loaded. The cluster's probes are in trainer/ray/nodes.py.
 import os
 import resource
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import metadata
@@ -17,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 
 from openrlhf.config.serving import DoctorConfig
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.console import notice
 from openrlhf.utils.findings import Finding, NodeReport
 from openrlhf.utils.gpus import gpus_of_machine, visible_gpus
@@ -31,7 +32,8 @@ MIN_SHARED_MEMORY = 8 * GIB
 MIN_MEMORY = 4 * GIB
 MIN_DISK = 10 * GIB
 DRIVERS = Path("/proc/driver/nvidia/version")
-LOCKS = ("lock", "*/lock")  # of builds, under torch's folder of extensions
+MAX_BUILD_S = 3600
+LOCKS = ("lock", "*/lock", "*/*/lock")  # of builds, under torch's folder of extensions
 TORCHRUN_PORT = 29500
 
 
@@ -113,15 +115,20 @@ def gpu_findings() -> Iterator[Finding]:
         yield Finding("GPUs", f"none; torch {torch.__version__} computes on the CPU")
         return
     count = torch.cuda.device_count()
+    seen = f"{len(there)} in /dev, {len(shown)} shown, torch sees {count}"
     if count == len(shown):
-        names = sorted({torch.cuda.get_device_name(k) for k in range(count)})
-        yield Finding("GPUs", f"{count} of {len(there)}: {', '.join(names)}; CUDA {build}")
-        return
+        try:
+            names = sorted({torch.cuda.get_device_name(k) for k in range(count)})
+        except RuntimeError as error:  # counted without CUDA, which the driver may be too old for
+            seen = first_line(error).partition(". ")[0]
+        else:
+            yield Finding("GPUs", f"{count} of {len(there)}: {', '.join(names)}; CUDA {build}")
+            return
     driver = DRIVERS.read_text().splitlines()[0] if DRIVERS.exists() else "none"
     remedy = f"Install a CUDA build of torch: {torch.__version__} is one for CPUs."
     if build:
         remedy = f"Update the driver ({driver}), or install the torch of its CUDA: not {build}."
-    yield Finding("GPUs", f"{len(there)} in /dev, {len(shown)} shown, torch sees {count}", remedy)
+    yield Finding("GPUs", seen, remedy)
 
 
 def memory_findings() -> Iterator[Finding]:
@@ -197,11 +204,18 @@ def extensions_folder() -> Path:
 
 
 def lock_findings(folder: Path) -> Iterator[Finding]:
-    """Yield a lock of a build that nobody holds: every later build waits for it, for ever."""
-    locks = {lock for pattern in LOCKS for lock in folder.glob(f"*/{pattern}")}
-    stale = sorted(lock for lock in locks | set(folder.glob("lock")) if not is_open(lock))
+    """Yield a lock of a build that nobody here holds: every later build waits for it, for ever. A
+    young one in a home that nodes share may be another node's.
+    """
+    locks = {lock for pattern in LOCKS for lock in folder.glob(pattern)}
+    stale = sorted(lock for lock in locks if not is_open(lock) and lock.exists())
     for lock in stale:
-        yield Finding("extensions", f"{lock} is left by a build that ended", f"Type rm {lock}.")
+        age_s = time.time() - lock.stat().st_mtime
+        seen = f"{lock} is {age_s / 60:.0f} min old, and no process here holds it"
+        if age_s < MAX_BUILD_S:
+            yield Finding("extensions", f"{seen}: another node may build, for at most an hour")
+        else:
+            yield Finding("extensions", seen, f"No build takes an hour: type rm {lock}.")
     if not stale:
         yield Finding("extensions", f"no stale lock under {folder}")
 

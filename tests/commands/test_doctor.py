@@ -8,18 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from openrlhf.cli import doctor
-from openrlhf.commands.doctor import folder_findings, lock_findings, misfit, token_findings
+from openrlhf.commands import doctor as commands_doctor
+from openrlhf.commands.doctor import (
+    folder_findings,
+    gpu_findings,
+    lock_findings,
+    misfit,
+    token_findings,
+)
+from openrlhf.trainer.ray import nodes
 from openrlhf.trainer.ray.nodes import (
     NodeProbe,
+    backend_of,
     busy_finding,
     clock_findings,
     node_findings,
     shared_findings,
 )
 from openrlhf.utils.findings import Finding, NodeReport
+from tests.distributed.spawn import run_ranks
 
 
 def remedies(findings: Any) -> list[str]:
@@ -52,9 +63,59 @@ def test_a_lock_of_a_build_that_ended_is_found_and_one_in_use_is_not(tmp_path: P
     (tmp_path / "py311_cpu" / "cpu_adam").mkdir(parents=True)
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     held = os.open(lock, os.O_CREAT | os.O_EXCL)
+    os.utime(lock, (0, time.time() - 2 * 3600))
     assert not remedies(lock_findings(tmp_path))
     os.close(held)
-    assert remedies(lock_findings(tmp_path)) == [f"Type rm {lock}."]
+    [stale] = lock_findings(tmp_path)
+    assert stale.seen == f"{lock} is 120 min old, and no process here holds it"
+    assert stale.remedy == f"No build takes an hour: type rm {lock}."
+
+
+def test_a_young_lock_may_be_another_nodes_and_is_left_alone(tmp_path: Path) -> None:
+    lock = tmp_path / "py311_cpu" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (0, time.time() - 59 * 60))
+    [found] = lock_findings(tmp_path)
+    assert f"{lock} is 59 min old" in found.seen and "another node may build" in found.seen
+    assert not found.remedy
+
+
+def test_a_driver_that_torch_cannot_use_is_one_line_with_what_to_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(index: int) -> str:
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12020). Please update ...\n"
+            "CUDA kernel errors might be reported later"
+        )
+
+    for name in ("gpus_of_machine", "visible_gpus"):
+        monkeypatch.setattr(commands_doctor, name, lambda: ["0"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", refuse)
+    [found] = gpu_findings()
+    assert found.seen == "The NVIDIA driver on your system is too old (found version 12020)"
+    assert found.remedy.startswith("Update the driver (")
+    assert found.remedy.endswith("), or install the torch of its CUDA: not 13.0.")
+
+
+def test_nodes_sum_on_gpus_only_where_each_has_a_free_one() -> None:
+    with_gpus, without = {"Resources": {"GPU": 8.0}}, {"Resources": {"CPU": 4.0}}
+    assert backend_of([with_gpus, with_gpus], are_free=True) == "nccl"
+    assert backend_of([with_gpus, without], are_free=True) == "gloo"
+    assert backend_of([with_gpus, with_gpus], are_free=False) == "gloo"
+
+
+def sum_with_another(folder: Path) -> float:
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]) + 1
+    nodes.ray.get_gpu_ids = lambda: [0] * (rank == 0)  # the other node has none
+    return NodeProbe().all_reduce_s("127.0.0.1", port, rank, 2, "gloo")
+
+
+def test_a_node_with_a_gpu_and_one_without_sum_on_their_cpus(tmp_path: Path) -> None:
+    assert min(run_ranks(sum_with_another, 2, tmp_path)) > 0
 
 
 def test_a_token_that_an_earlier_program_left_is_named(tmp_path: Path) -> None:

@@ -47,14 +47,16 @@ class NodeProbe:
         """Return an address and a free port of the node."""
         return node_address(), free_port()
 
-    def all_reduce_s(self, host: str, port: int, rank: int, num_nodes: int) -> float:
-        """Return the seconds of an all-reduce among all nodes, on their GPUs where all have some;
-        the second one: the first sets up the connections.
+    def all_reduce_s(self, host: str, port: int, rank: int, num_nodes: int, backend: str) -> float:
+        """Return the seconds of an all-reduce among all nodes, on their GPUs by nccl, or else on
+        their CPUs; the second one: the first sets up the connections.
         """
-        device = torch.device("cuda", own_gpu()) if ray.get_gpu_ids() else torch.device("cpu")
+        device = torch.device("cuda", own_gpu()) if backend == "nccl" else torch.device("cpu")
         limit = timedelta(seconds=ANSWER_S / 2)
         store = open_store(host, port, rank=rank, world_size=num_nodes, timeout=limit)
-        dist.init_process_group(store=store, rank=rank, world_size=num_nodes, timeout=limit)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=num_nodes, timeout=limit
+        )
         numbers = torch.ones(NUM_BYTES // 4, device=device)
         for _ in range(2):
             start = time.monotonic()
@@ -94,7 +96,8 @@ def cluster_findings(
         yield from clock_findings(asks)
         yield from shared_findings(asks, folders)
         if len(probes) > 1:
-            yield network_finding(list(probes.values()))
+            backend = backend_of([nodes[address] for address in probes], are_free=busy is None)
+            yield network_finding(list(probes.values()), backend)
 
 
 def ask_of(address: str, probe: Any) -> Ask:
@@ -120,6 +123,14 @@ def busy_finding(
         return None
     seen = f"all in use on {', '.join(busy)}: the network is measured between CPUs"
     return Finding("GPUs", seen)
+
+
+def backend_of(nodes: Sequence[Mapping[str, Any]], *, are_free: bool) -> str:
+    """Return the backend of an all-reduce among nodes, whose GPUs `are_free` where they have any:
+    one group cannot sum numbers of GPUs and of CPUs.
+    """
+    have_all = all(node["Resources"].get("GPU", 0) >= 1 for node in nodes)
+    return "nccl" if are_free and have_all else "gloo"
 
 
 def probe_on(node: dict[str, Any], *, with_gpu: bool) -> Any:
@@ -180,12 +191,12 @@ def shared_findings(asks: Mapping[str, Ask], folders: Sequence[str]) -> Iterator
             yield Finding("shared folder", f"{folder} is the same on {len(asks)} node(s)")
 
 
-def network_finding(probes: Sequence[Any]) -> Finding:
-    """Return the bandwidth of an all-reduce between the nodes."""
+def network_finding(probes: Sequence[Any], backend: str) -> Finding:
+    """Return the bandwidth of an all-reduce of this backend between the nodes."""
     try:
         endpoint = get(probes[0].endpoint.remote(), "the first node", ANSWER_S)
         references = [
-            probe.all_reduce_s.remote(*endpoint, rank, len(probes))
+            probe.all_reduce_s.remote(*endpoint, rank, len(probes), backend)
             for rank, probe in enumerate(probes)
         ]
         slowest = max(
@@ -198,5 +209,5 @@ def network_finding(probes: Sequence[Any]) -> Finding:
         )
         return Finding("network", f"the nodes cannot sum numbers together: {error}", remedy)
     moved = 2 * (len(probes) - 1) / len(probes) * NUM_BYTES  # by each node, in a ring
-    said = f"all-reduce of {len(probes)} nodes: {moved / slowest / 1e9:.2f} GB/s each"
+    said = f"all-reduce of {len(probes)} nodes: {moved / slowest / 1e9:.2f} GB/s each ({backend})"
     return Finding("network", said)
