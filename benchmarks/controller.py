@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.trainer.ppo_updates import StepInputs, update_model
+from openrlhf.trainer.ppo_updates import StepInputs, start_update
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
 from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
@@ -119,9 +119,10 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
     experience, _ = make_experience(config, forwards, rollouts, 0.01)
     made = time.perf_counter()
     facts = StepInputs(1, 0.01, 0, [1])
-    results = update_model(
+    wait = start_update(
         config, group, experience, facts, role="actor", texts=None, columns=["new_logprobs"]
     )
+    results = wait()
     seen = seen_column(results, "new_logprobs", experience.num_actions)
     end = time.perf_counter()
     assert len(seen) == num_samples * NUM_ACTIONS

@@ -25,7 +25,7 @@ from openrlhf.errors import ConfigError, Gathered, NumericsError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.local_cluster import local_cluster
 from openrlhf.trainer.ppo_dumps import FACTS, SAMPLES
-from openrlhf.trainer.ppo_updates import StepInputs, trained_roles, update_model
+from openrlhf.trainer.ppo_updates import StepInputs, start_update, trained_roles
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience, reward_kl
 from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
@@ -159,7 +159,7 @@ def step_again(
         if role == "actor" and config.algo.kl.use_loss and experience.ref_logprobs is not None:
             columns.append("kl")
         try:
-            results[role] = update_model(
+            wait = start_update(
                 config,
                 groups[role],
                 experience,
@@ -169,6 +169,7 @@ def step_again(
                 columns=columns,
                 num_done=kept.num_done.get(role, 0),
             )
+            results[role] = wait()
         except NumericsError as error:
             results[role] = [groups[role].worker.notes.result()]
             return experience, results, str(error)

@@ -12,7 +12,7 @@ from openrlhf.distributed.collectives import shut_down
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.models.loading import image_processor_of, load_config, resolve_dtype
-from openrlhf.trainer.ppo_utils.demands import ClusterView, RoleDemand
+from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, ClusterView, RoleDemand
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.tensors import dtype_name
@@ -43,6 +43,12 @@ class Cluster:
     groups: Mapping[str, WorkerGroup]  # by role
     engines: Sequence[RolloutEngine]  # none when the policy generates itself
     recovery: Recovery | None = None  # of engines in other processes
+
+    @property
+    def updates_side_by_side(self) -> bool:
+        """Return True if policy and critic have GPUs of their own. Cores are shared."""
+        pools = [demand.pool for demand in self.demands if demand.role in TRAINED_ROLES]
+        return self.view is not None and self.view.has_gpus and len(set(pools)) > 1
 
 
 @contextmanager

@@ -5,7 +5,7 @@
         rollouts = generate()                        # samples with rewards, group by group
         experience = make_experience(rollouts)       # log-probs, values, KL, advantages
         for role in ("critic", "actor"):
-            update_model(role, experience)           # optimizer steps over global batches
+            update(role, experience)                 # optimizer steps over global batches
         broadcast_to_vllm()                          # with a receipt of every tensor
         report, evaluate and save what is due
 
@@ -16,8 +16,9 @@ Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Bui
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,11 +43,11 @@ from openrlhf.trainer.local_cluster import Cluster
 from openrlhf.trainer.ppo_dumps import Death, StepDump
 from openrlhf.trainer.ppo_inputs import RunInputs, say_dropped
 from openrlhf.trainer.ppo_state import RunState
-from openrlhf.trainer.ppo_updates import StepInputs, trained_roles, update_model
+from openrlhf.trainer.ppo_updates import StepInputs, start_update, trained_roles
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
-from openrlhf.trainer.ppo_utils.update_plan import seen_column
-from openrlhf.trainer.ppo_utils.worker_group import Forward
+from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
+from openrlhf.trainer.ppo_utils.worker_group import Forward, wait_for_all
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback
@@ -85,6 +86,7 @@ class PPOTrainer:
         self.config, self.inputs, self.rollouts = config, inputs, rollouts
         self.groups, self.engines = cluster.groups, cluster.engines
         self.recovery = cluster.recovery
+        self.updates_side_by_side = cluster.updates_side_by_side
         self.state, self.phases, self.tracker = state, state.phases, tracker
         self.callbacks = callbacks
         self.num_steps = len(inputs.updates)  # at most
@@ -369,11 +371,30 @@ class PPOTrainer:
         experience with the log-probs that the policy's loss saw.
         """
         state, metrics = self.state, Metrics()
-        for role in trained_roles(self.config, state.global_step):
-            is_actor = role == "actor"
-            dump.begun.append(role)
-            with self.phases.update(self.groups[role]):
-                results = update_model(
+        roles = trained_roles(self.config, state.global_step)
+        results: dict[str, list[UpdateResult]] = {}
+        for together in [roles] if self.updates_side_by_side else [[role] for role in roles]:
+            results |= self._update(together, experience, dump)
+        for result in chain(*results.values()):
+            metrics.merge(result.metrics)
+        if "actor" in results:
+            state.weight_version += 1
+            state.num_texts += len(experience) * self.config.train.max_epochs
+            seen = seen_column(results["actor"], "new_logprobs", experience.num_actions)
+            experience = replace(experience, new_logprobs=seen)
+        return experience, metrics
+
+    def _update(
+        self, roles: Sequence[str], experience: Experience, dump: StepDump
+    ) -> dict[str, list[UpdateResult]]:
+        """Update these models side by side; return the results by role."""
+        calls = {}
+        with ExitStack() as awake:
+            for role in roles:
+                is_actor = role == "actor"
+                dump.begun.append(role)
+                awake.enter_context(self.phases.update(self.groups[role]))
+                calls[role] = start_update(
                     self.config,
                     self.groups[role],
                     experience,
@@ -382,14 +403,7 @@ class PPOTrainer:
                     texts=self.inputs.texts if is_actor else None,
                     columns=["new_logprobs"] if is_actor else [],
                 )
-            for result in results:
-                metrics.merge(result.metrics)
-            if is_actor:
-                state.weight_version += 1
-                state.num_texts += len(experience) * self.config.train.max_epochs
-                seen = seen_column(results, "new_logprobs", experience.num_actions)
-                experience = replace(experience, new_logprobs=seen)
-        return experience, metrics
+            return wait_for_all(calls)
 
     def dump_of(self, rollouts: Sequence[Rollout], global_step: int) -> StepDump:
         """Return the context that keeps a step for a replay, if it is chosen or fails."""

@@ -1,6 +1,6 @@
 """The updates of an RL step: which models it trains, and what one model does with its samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from openrlhf.config.ppo import PPOConfig
@@ -43,7 +43,7 @@ def trained_roles(config: PPOConfig, global_step: int) -> list[str]:
     return ["critic", "actor"] if global_step > config.critic.freezing_steps else ["critic"]
 
 
-def update_model(
+def start_update(
     config: PPOConfig,
     group: WorkerGroup,
     experience: Experience,
@@ -53,9 +53,9 @@ def update_model(
     texts: SFTDataset | None,
     columns: Sequence[str],
     num_done: int = 0,
-) -> list[UpdateResult]:
-    """Make the optimizer steps of a rollout batch behind the first `num_done`; return what every
-    share has noted, with these columns of the loss. `texts` are mixed in.
+) -> Callable[[], list[UpdateResult]]:
+    """Begin the optimizer steps of a rollout batch behind the first `num_done`; return the function
+    that waits for the notes of every share, with these columns of the loss. `texts` are mixed in.
     """
     train = config.train
     plan = plan_updates(
@@ -70,4 +70,4 @@ def update_model(
         plan = mix_texts(plan, texts, num_seen=step_inputs.num_texts, seed=train.seed)
     read = (*LOSS_COLUMNS[role], *(["weight_versions"] if train.async_enable else []))
     shares = update_shares(experience.having(read), plan[num_done:])
-    return group.start(TrainedWorker.fit, ((share, columns) for share in shares))()
+    return group.start(TrainedWorker.fit, ((share, columns) for share in shares))

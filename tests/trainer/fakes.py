@@ -219,6 +219,7 @@ def make_trainer(
             engines=[SimpleNamespace(is_up=True)],
             policy_dtype=policy_dtype,
             recovery=None,
+            updates_side_by_side=False,
         ),
         forwards={},
         rollouts=FakeRollouts(world),

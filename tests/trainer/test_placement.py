@@ -6,12 +6,14 @@ from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.generation import AgentsConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError, LostRankError, NoRestartError
 from openrlhf.trainer.device_phases import DevicePhases
+from openrlhf.trainer.local_cluster import Cluster
 from openrlhf.trainer.ppo_utils.demands import (
     ClusterView,
     RoleDemand,
@@ -49,6 +51,22 @@ def test_every_reward_model_has_a_group_of_its_own_or_shares_the_critics_place()
     shared = demands(LAPTOP, reward=several, train={"colocate_critic_reward": True})
     pools = {demand.role: demand.pool for demand in shared}
     assert {pools["reward1"], pools["reward2"], pools["critic"]} == {"critic"}
+
+
+@pytest.mark.parametrize(
+    ("view", "sections", "expected"),
+    [
+        (NODE, {}, True),
+        (NODE, {"train": {"colocate_all": True}}, False),
+        (LAPTOP, {}, False),
+    ],
+    ids=["own GPUs", "shared GPUs", "cores"],
+)
+def test_policy_and_critic_are_updated_at_once_on_gpus_of_their_own(
+    view: ClusterView, sections: dict, expected: bool
+) -> None:
+    cluster = Cluster(demands(view, **sections), view, torch.bfloat16, {}, [])
+    assert cluster.updates_side_by_side == expected
 
 
 def test_colocated_roles_share_bundles() -> None:

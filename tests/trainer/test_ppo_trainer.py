@@ -1,6 +1,7 @@
 """Synchronous RL over plain fakes: what a run evaluates, saves and refuses, and its state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,13 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.distributed.folders import holding
-from openrlhf.errors import ConfigError, EngineError, RewardError
+from openrlhf.errors import ConfigError, EngineError, NumericsError, RewardError
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import StepSampler
+from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_state import RunState
+from openrlhf.trainer.ppo_utils.update_plan import UpdateResult
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.metrics import Metrics
@@ -65,6 +68,34 @@ def test_a_first_evaluation_without_rewards_ends_the_run() -> None:
     trainer = make_trainer(World(unscored=frozenset({"eval0"})), num_prompts=18, is_async=False)
     with pytest.raises(RewardError, match="the server is away"):
         trainer.fit()
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_models_with_gpus_of_their_own_are_updated_at_once(
+    has_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def start_update(*args: object, role: str, **options: object) -> Callable[[], list]:
+        done.append(f"start {role}")
+
+        def wait() -> list:
+            done.append(f"end {role}")
+            if has_failed and role == "critic":
+                raise NumericsError("its loss is nan")
+            return [UpdateResult(Metrics())]
+
+        return wait
+
+    monkeypatch.setattr(ppo_trainer, "start_update", start_update)
+    trainer = make_trainer(World(), num_prompts=4, is_async=False)
+    trainer.groups = dict.fromkeys(("critic", "actor"))
+    dump = SimpleNamespace(begun=[], step_inputs=None)
+    failure = pytest.raises(NumericsError, match="nan") if has_failed else nullcontext()
+    with failure:
+        trainer._update(["critic", "actor"], None, dump)
+    assert done == ["start critic", "start actor", "end critic", "end actor"]
+    assert dump.begun == ["critic", "actor"]
 
 
 def test_a_run_that_is_told_to_ends_after_the_step_with_an_evaluation() -> None:

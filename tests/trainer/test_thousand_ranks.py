@@ -228,6 +228,7 @@ def large_run(folder: Path, chance: Chance, watcher: Watcher) -> PPOTrainerAsync
             engines=engines,
             policy_dtype=torch.float32,
             recovery=None,
+            updates_side_by_side=False,
         ),
         forwards=forwards,
         rollouts=Rollouts(turns, GroupScorer(StubScorer(chance), policy)),

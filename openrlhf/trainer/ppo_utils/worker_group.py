@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from openrlhf.errors import LostRankError
+from openrlhf.errors import LostRankError, OpenRLHFError
 from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.utils.threads import release_cores
@@ -60,6 +60,21 @@ class WorkerGroup:
         for k, part in enumerate(self.start(method, [(items[k::width],) for k in range(width)])()):
             results[k::width] = part
         return results
+
+
+def wait_for_all(calls: Mapping[str, Pending]) -> dict[str, list[Any]]:
+    """Return the results of calls that run side by side, by name; raise the first error once all
+    have ended.
+    """
+    results, errors = {}, []
+    for name, wait in calls.items():
+        try:
+            results[name] = wait()
+        except OpenRLHFError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
 
 
 def start_forward(
