@@ -488,10 +488,11 @@ class RunCheckpoints:
             error = save.error
         else:
             error = self._lateness
+        if error is not None and save.is_counted:
+            return None
         if isinstance(error, CheckpointError):
-            if not save.is_counted:
-                save.is_counted = True
-                self._count_failure(save.step, error)
+            save.is_counted = True
+            self._count_failure(save.step, error)
             return None
         if error is not None:
             raise error

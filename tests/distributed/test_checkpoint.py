@@ -314,6 +314,24 @@ def test_a_late_save_that_the_best_model_met_first_is_counted_and_named(
     assert checkpoints.ended() is None and checkpoints.num_failed == 1  # it is over, and counted
 
 
+def test_a_late_save_that_was_counted_does_not_bring_up_the_loss_of_its_rank_again(
+    tmp_path: Path,
+) -> None:
+    checkpoints, may_end = saver(tmp_path), threading.Event()
+    checkpoints.limit_s = 0.1
+
+    def write(folder: Path) -> None:
+        may_end.wait(20)
+        raise LostRankError("a rank is lost")
+
+    checkpoints.save(Run(1, write))
+    assert checkpoints.ended() is None and checkpoints.num_failed == 1
+    may_end.set()
+    checkpoints.under_way.thread.join(20)
+    assert checkpoints.ended() is None and checkpoints.num_failed == 1
+    assert checkpoints.under_way is None
+
+
 def test_what_lost_ranks_left_takes_no_room_of_the_next_save(tmp_path: Path) -> None:
     checkpoints = saver(tmp_path)
 
