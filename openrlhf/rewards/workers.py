@@ -27,6 +27,7 @@ from openrlhf.rewards.base import (
     checked_result,
 )
 from openrlhf.rewards.function import UserFunctions
+from openrlhf.utils.framework_logs import last_lines
 from openrlhf.utils.worker_process import (
     LATE_SIGNAL,
     START_TIMEOUT_S,
@@ -113,10 +114,12 @@ class FunctionPool(RewardSource):
             _rotate(log)
             return await self._call(self.processes[index], method, batch)
         except (ConnectionError, TimeoutError) as error:
-            flag = " (--reward_timeout_s)" if isinstance(error, TimeoutError) else ""
+            is_late = isinstance(error, TimeoutError)  # and its log ends with its stack
+            flag = " (--reward_timeout_s)" if is_late else ""
+            end = (not is_late and last_lines(log)) or f".{hint}"
             raise RewardError(
                 f"{self.name}: the reward function {error}{flag} while it scored {batch.names()}. "
-                f"Its worker was replaced.{hint}"
+                f"Its worker (pid {self.processes[index].pid}) was replaced{end}"
             ) from error
         finally:
             self._idle.put_nowait(index)

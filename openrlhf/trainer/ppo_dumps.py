@@ -25,6 +25,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.console import notice, warn
+from openrlhf.utils.framework_logs import END_OF_LOG
 from openrlhf.utils.images import write_pictures
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout, fields_of
@@ -42,7 +43,7 @@ OF_DATA = ("label", "datasource", "columns", "source_prompt")  # any values; a r
 class Death:
     """The end of a rank in a step.
 
-    Example: `Death(5, "actor rank  of  died: pid  was killed by SIGKILL", ("step5/1/0",))`
+    Example: `Death(5, "actor rank  of  died: pid  was ended by SIGSEGV", ("step5/1/0",))`
     """
 
     step: int
@@ -52,7 +53,7 @@ class Death:
     @classmethod
     def of(cls, why: LostRankError, step: int, rollouts: Sequence[Rollout]) -> "Death":
         """Return the death of a rank in a step of these samples."""
-        how = re.sub(r"\b[0-9a-f]{8,}\b|\d+", "", str(why).partition(". The end of ")[0])
+        how = re.sub(r"\b[0-9a-f]{8,}\b|\d+", "", str(why).partition(END_OF_LOG)[0])
         return cls(step, how, tuple(rollout.sample_id for rollout in rollouts))
 
     def is_of(self, step: int, rollouts: Sequence[Rollout]) -> bool:

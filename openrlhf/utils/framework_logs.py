@@ -1,11 +1,12 @@
-"""Where the chatter of vLLM, Ray and DeepSpeed goes: files in the run folder. They are known by the
-names of their loggers and switches.
+"""Where the chatter of vLLM, Ray and DeepSpeed goes: files in the run folder, whose last lines are
+read where a process is lost. They are known by the names of their loggers and switches.
 """
 
 import itertools
 import json
 import logging
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,11 @@ FRAMEWORK_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+NUM_LINES = 3  # of a log
+END_OF_LOG = ". The end of "
+# Lines of Ray and of vLLM about what goes well.
+NOISE = re.compile(r"\[[^\]]* [DIW] \d+ \d+\]|:\w+:|\S+ \S+ (DEBUG|INFO) ")
 
 # What libraries warn of at each import: no GPU is here, a kernel nobody asked for is not installed.
 FALSE_ALARMS = {
@@ -138,3 +144,34 @@ def _capture_streams(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def latest_log(log: str) -> Path | None:
+    """Return the log that was written to last of those whose names begin so."""
+    written: dict[Path, float] = {}
+    for file in Path(log).parent.glob(f"{Path(log).name}.*log") if log else ():
+        with suppress(OSError):  # it is gone meanwhile
+            written[file] = file.stat().st_mtime
+    return max(written, key=written.__getitem__, default=None)
+
+
+def text_of(path: Path | None) -> str:
+    """Return the text of a log; empty without one."""
+    try:
+        return path.read_text(errors="replace") if path else ""
+    except OSError:
+        return ""
+
+
+def last_lines(path: Path | None) -> str:
+    """Return the end of a log as the end of a sentence; empty without any."""
+    lines = [line.strip() for line in text_of(path).splitlines()]
+    told = " | ".join([line for line in lines if line and not NOISE.match(line)][-NUM_LINES:])
+    return f"{END_OF_LOG}{path}: {told}" if told else ""
+
+
+def with_last_lines(said: str, log: str) -> str:
+    """Return a sentence about a lost process with the end of its log, once; `log` begins the names
+    of its logs.
+    """
+    return said if END_OF_LOG in said else f"{said}{last_lines(latest_log(log))}"

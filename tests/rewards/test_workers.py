@@ -172,9 +172,26 @@ def test_a_worker_at_its_limit_is_replaced_and_the_error_says_which_samples(
     assert time.monotonic() - start < 0.4 + 5  # the limit and some seconds, whatever it did
     text = str(caught.value)
     assert f"{tmp_path}/my_reward.py: the reward function {message} while it scored" in text
-    assert "samples step1/0/0, step1/1/0, step1/2/0 and 2 more. Its worker was replaced" in text
+    assert "samples step1/0/0, step1/1/0, step1/2/0 and 2 more. Its worker" in text
+    assert f"Its worker (pid {first}) was replaced" in text
     assert ends(first)
     assert rewards_of(pool, 1, 2) == [1.0, 2.0]
+
+
+def test_the_last_lines_of_a_worker_that_ended_are_in_the_error(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    code = """
+        import os
+        def reward_func(queries, prompts, labels):
+            print("no license")
+            os._exit(1)
+    """
+    pool = make_pool(code)
+    with pytest.raises(RewardError) as caught:
+        rewards_of(pool, 1)
+    log = tmp_path / "logs/reward-0.log"
+    assert str(caught.value).endswith(f" was replaced. The end of {log}: no license")
 
 
 def test_what_a_worker_started_ends_with_it_and_its_stack_is_in_the_log(

@@ -12,10 +12,11 @@ import pytest
 import ray
 from ray._private import services
 
-from openrlhf.errors import ConfigError, MachineError
+from openrlhf.errors import ConfigError, LostEngineError, MachineError
 from openrlhf.trainer.ray import launcher
-from openrlhf.trainer.ray.deaths import death_of_worker, latest_log, text_of
+from openrlhf.trainer.ray.deaths import death_of_worker
 from openrlhf.trainer.ray.launcher import find_cluster
+from openrlhf.utils.framework_logs import latest_log, text_of
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -92,7 +93,7 @@ EOF = (
 @pytest.mark.parametrize(
     ("said", "how"),
     [
-        ("step 1\nstep 2\n", "was killed by SIGKILL, as for lack of memory"),
+        ("step 1\nstep 2\n", "ended without a word (SIGKILL, or an exit of native code)"),
         ("step 1\nFatal Python error: Segmentation fault\n", "was ended by SIGSEGV"),
     ],
 )
@@ -101,6 +102,69 @@ def test_a_dead_worker_is_named_with_pid_signal_and_last_lines(said, how, tmp_pa
     death = death_of_worker(EOF, "vllm-0", f"{tmp_path}/vllm-0")
     end = " | ".join(said.splitlines())
     assert str(death) == f"vllm-0 died: pid 719 {how}. The end of {tmp_path}/vllm-0.log: {end}"
+
+
+FULL = (
+    "{num} worker(s) were killed due to the node running low on memory. Memory on the node (IP: "
+    "10.0.0.2, ID: 88) was 9.16GB used / 9.54GB limit (0.96)\nConsidered workers: [\n{killed}]\n"
+    "Top 10 memory users: PID\tMEM(GB)\tCOMMAND\n16999\t0.07\tray::DashboardAgent\nRefer to …"
+)
+SELECTED = "Selected to kill: (Actor(cc): job ID=01, task name=A, pid={pid}, worker ID=f3)\n"
+MEMORY = (
+    "was ended by Ray because the memory of its node was full (type fewer ranks or engines, or "
+    "a smaller --micro_train_batch_size)"
+)
+DIED = "The actor died unexpectedly before finishing this task.\n\tpid: 719\n\tip: 10.0.0.2\n"
+NODE = "The actor died because its node has died. Node Id: 8f\n\tthe actor's node was terminated"
+NEVER_RAN = "The actor never ran - it was cancelled before it started running."
+
+
+@pytest.mark.parametrize(
+    ("text", "death"),
+    [
+        (FULL.format(num=1, killed=SELECTED.format(pid=719)), f"vllm-0 died: pid 719 {MEMORY}"),
+        (
+            FULL.format(num=2, killed=SELECTED.format(pid=719) + SELECTED.format(pid=720)),
+            f"vllm-0 died: {MEMORY}",
+        ),
+        (DIED + NODE, "vllm-0 on node 10.0.0.2 died: pid 719 ended with its node"),
+        (f"{NODE}\n{NEVER_RAN}", f"vllm-0 died: {NEVER_RAN}"),
+        (
+            "The actor 4d is unavailable: RPC error. The task may or may not have been executed.",
+            "vllm-0 died: cannot be reached by Ray",
+        ),
+        (f"{DIED}Something new.", "vllm-0 on node 10.0.0.2 died: pid 719: Something new."),
+    ],
+)
+def test_each_way_to_die_is_named_with_the_pid_where_ray_has_it(text, death, tmp_path) -> None:
+    (tmp_path / "vllm-0.log").write_text("step 1\n")
+    end = f". The end of {tmp_path}/vllm-0.log: step 1"
+    assert death_of_worker(text, "vllm-0", f"{tmp_path}/vllm-0") == death + end
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ray.exceptions.RayTaskError(
+                "run", "ray::A.run() (pid=719, ip=10.0.0.2)", LostEngineError("CUDA error")
+            ),
+            "CUDA error [vllm-0, pid 719]",
+        ),
+        (ray.exceptions.GetTimeoutError(), "vllm-0 did not respond in 5 s"),
+    ],
+)
+def test_a_lost_process_that_lives_is_named_with_its_last_lines(
+    error, said, tmp_path, monkeypatch
+) -> None:
+    def get(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(launcher.ray, "get", get)
+    (tmp_path / "vllm-0.log").write_text("step 1\n")
+    with pytest.raises(LostEngineError) as caught:
+        launcher.get(None, "vllm-0", 5.0, log=f"{tmp_path}/vllm-0", lost=LostEngineError)
+    assert str(caught.value) == f"{said}. The end of {tmp_path}/vllm-0.log: step 1"
 
 
 def test_a_log_that_is_gone_meanwhile_is_passed_over(tmp_path) -> None:

@@ -2,19 +2,17 @@
 
 import re
 import signal
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import ray
 
 from openrlhf.errors import EngineError
+from openrlhf.trainer.ray.restarts import NEVER_RAN
+from openrlhf.utils.framework_logs import last_lines, latest_log, text_of
 
 RAY_PROCESSES = {"raylet": "raylet", "gcs_server": "GCS"}  # without which no run goes on
 GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-NUM_LINES = 3  # of a log
-# Lines of Ray and of vLLM about what goes well.
-NOISE = re.compile(r"\[[^\]]* [DIW] \d+ \d+\]|:\w+:|\S+ \S+ (DEBUG|INFO) ")
 # What faulthandler writes of a signal that a process cannot outlive.
 CRASHES = {
     "Segmentation fault": signal.SIGSEGV,
@@ -23,6 +21,20 @@ CRASHES = {
     "Illegal instruction": signal.SIGILL,
     "Floating-point exception": signal.SIGFPE,
 }
+# What Ray says of a death, and what that means; the first that is found counts.
+ENDS = {
+    f"{NEVER_RAN}.*": r"\g<0>",
+    "low on memory": "was ended by Ray because the memory of its node was full (type fewer ranks "
+    "or engines, or a smaller --micro_train_batch_size)",
+    "connection error": "ended without a word (SIGKILL, or an exit of native code)",
+    "SIGTERM": "was ended by SIGTERM",
+    r"exit code (\d+)": r"exited with code \1",
+    "node has died|node it was running on is dead": "ended with its node",
+    "is unavailable": "cannot be reached by Ray",
+}
+# Ray's memory kill names all that it ended.
+PID = re.compile(r"^\s*pid: (\d+)|\(pid=(\d+), ip=|Selected to kill: .*\bpid=(\d+)", re.MULTILINE)
+NODE = re.compile(r"^\s*ip: (\S+)", re.MULTILINE)
 
 
 def ray_processes() -> dict[str, psutil.Process]:
@@ -65,44 +77,19 @@ def death_of_worker(text: str, who: str, log: str) -> str:
     """Return a sentence about a rank or an engine whose process has died, by what Ray says of it,
     without its guesses; `log` begins the names of its logs.
     """
-    pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
     file = latest_log(log)
-    said = text_of(file)
-    crash = re.search(r"^Fatal Python error: (.+?)$", said, re.MULTILINE)
-    code = re.search(r"exit code (\d+)", text)
+    crash = re.search(r"^Fatal Python error: (.+?)$", text_of(file), re.MULTILINE)
+    ends = (found.expand(how) for said, how in ENDS.items() if (found := re.search(said, text)))
+    how, pid, node = next(ends, ""), pid_in(text), NODE.search(text)
     if crash:
         how = f"was ended by {CRASHES[crash[1]].name}" if crash[1] in CRASHES else crash[1]
-    elif "SIGTERM" in text and "connection error" not in text:
-        how = "was ended by SIGTERM"
-    elif "connection error" in text:  # it could not say a word
-        how = "was killed by SIGKILL, as for lack of memory"
-    elif code:
-        how = f"exited with code {code[1]}"
-    else:
-        return f"{who} died: {text.splitlines()[-1].strip()}"
-    own = f"pid {pid[1]} {how}" if pid else how
-    return f"{who} died: {own}{last_lines(file)}"
+    elif not how:
+        pid, how = pid and f"{pid}:", text.splitlines()[-1].strip()
+    place = f" on node {node[1]}" if node and " on node " not in who else ""
+    return f"{who}{place} died: {f'{pid} {how}'.strip()}{last_lines(file)}"
 
 
-def latest_log(log: str) -> Path | None:
-    """Return the log that was written to last of those whose names begin so."""
-    written: dict[Path, float] = {}
-    for file in Path(log).parent.glob(f"{Path(log).name}.*log"):
-        with suppress(OSError):  # it is gone meanwhile
-            written[file] = file.stat().st_mtime
-    return max(written, key=written.__getitem__, default=None)
-
-
-def text_of(path: Path | None) -> str:
-    """Return the text of a log; empty without one."""
-    try:
-        return path.read_text(errors="replace") if path else ""
-    except OSError:
-        return ""
-
-
-def last_lines(path: Path | None) -> str:
-    """Return the end of a log as the end of a sentence; empty without any."""
-    lines = [line.strip() for line in text_of(path).splitlines()]
-    told = " | ".join([line for line in lines if line and not NOISE.match(line)][-NUM_LINES:])
-    return f". The end of {path}: {told}" if told else ""
+def pid_in(text: str) -> str:
+    """Return the process that Ray speaks of, as "pid 7"; empty if it names none, or several."""
+    pids = {"".join(numbers) for numbers in PID.findall(text)}
+    return f"pid {pids.pop()}" if len(pids) == 1 else ""

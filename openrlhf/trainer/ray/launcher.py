@@ -32,13 +32,14 @@ from openrlhf.errors import (
     machine_fault,
 )
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
-from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, ray_processes
+from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, pid_in, ray_processes
 from openrlhf.trainer.ray.end_after import ending_after_this_process
 from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
+from openrlhf.utils.framework_logs import with_last_lines
 from openrlhf.utils.progress import Health
 from openrlhf.utils.threads import yield_cores
 from openrlhf.utils.worker_process import is_stopped
@@ -245,13 +246,17 @@ def get(
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, OpenRLHFError):
-            named = type(cause)(f"{cause} [{who}]")
+            is_lost = isinstance(cause, lost)  # though it lives
+            names = [who, pid_in(str(error)) if is_lost else ""]
+            said = f"{cause} [{', '.join(filter(None, names))}]"
+            named = type(cause)(with_last_lines(said, log) if is_lost else said)
             raise named.in_user_code(cause.user_traceback) from cause
         if (fault := machine_fault(cause)) is not None:
             raise MachineError(f"{who}: {fault}") from error
         raise OpenRLHFError(f"{who}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.GetTimeoutError as error:
-        raise lost(f"{who} did not respond in {timeout_s:g} s") from error
+        late = f"{who} did not respond in {timeout_s:g} s"
+        raise lost(with_last_lines(late, log)) from error
     except ray.exceptions.RayError as error:  # of the actor, its node, or memory
         raise lost(death_of_worker(str(error).strip(), who, log)) from error
 

@@ -15,7 +15,7 @@ from openrlhf.errors import LostEngineError, LostRankError
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.utils import node_address, own_gpu
-from openrlhf.utils.framework_logs import redirect_framework_logs
+from openrlhf.utils.framework_logs import redirect_framework_logs, with_last_lines
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.progress import Health
 
@@ -147,6 +147,7 @@ class RayEngine:
         """Note that the actor is dead, or of no use any more; `actor` may be an earlier one."""
         if actor not in (None, self.handle):
             return
+        why = LostEngineError(with_last_lines(str(why), self.log))
         if self.on_lost is None:
             self.give_up(why)
         else:

@@ -15,17 +15,12 @@ from typing import Any, ClassVar
 import ray
 
 from openrlhf.errors import EngineError, LostEngineError
-from openrlhf.trainer.ray.deaths import (
-    death_of_ray,
-    death_of_worker,
-    is_dead,
-    last_lines,
-    latest_log,
-)
+from openrlhf.trainer.ray.deaths import death_of_ray, death_of_worker, is_dead
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP, RayActorGroup
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
+from openrlhf.utils.framework_logs import with_last_lines
 from openrlhf.utils.progress import Advance, Health, Quiet, progress
 from openrlhf.utils.worker_process import is_stopped
 
@@ -258,6 +253,5 @@ class Watch:
         silent = [watched for watched in mute if watched.quiet.seconds > 2 * ASK_EVERY_S]
         culprit = overdue if not overdue.is_responding else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
-        said = last_lines(latest_log(culprit.log)) if culprit.log else ""
-        why = f"{culprit.describe()}, and was ended ({limit}){said}"
-        self.failure = culprit.end(EngineError(why))
+        why = f"{culprit.describe()}, and was ended ({limit})"
+        self.failure = culprit.end(EngineError(with_last_lines(why, culprit.log)))
