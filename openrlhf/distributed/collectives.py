@@ -110,14 +110,18 @@ def _world_store(topology: Topology, timeout: timedelta) -> dist.Store:
     return open_store(host, port, rank=topology.rank, world_size=size, timeout=timeout)
 
 
+def is_broken_collective(error: BaseException) -> bool:
+    """Return True for the error of a collective whose other ranks are gone, or late."""
+    return "gloo/transport" in str(error) or isinstance(error, dist.DistError)
+
+
 @contextmanager
 def naming_lost_ranks() -> Iterator[None]:
     """Turn the failure of a collective in the block into an error that names the rank."""
     try:
         yield
     except RuntimeError as error:
-        is_lost = "gloo/transport" in str(error) or isinstance(error, dist.DistError)
-        if not is_lost or not dist.is_initialized():
+        if not is_broken_collective(error) or not dist.is_initialized():
             raise
         own = f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}"
         raise LostRankError(

@@ -2,6 +2,7 @@
 end, every prompt trained on once.
 """
 
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,14 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed import folders
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
-from openrlhf.errors import CheckpointError, DataError, EngineError, LostRankError
+from openrlhf.errors import (
+    CheckpointError,
+    DataError,
+    EngineError,
+    LostRankError,
+    NoRestartError,
+    OpenRLHFError,
+)
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import start_forward
@@ -24,7 +32,7 @@ from openrlhf.trainer.ray import launcher
 from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.workers.critic_and_frozen import ReferenceModelActor
 from openrlhf.trainer.workers.model_worker import TrainedWorker
-from openrlhf.utils import stopping
+from openrlhf.utils import progress, stopping
 from openrlhf.utils.callbacks import Callback
 from tests.helpers.rollouts import rollout
 from tests.trainer.fakes import (
@@ -350,6 +358,88 @@ def test_the_error_of_one_rank_is_raised_though_its_peers_wait_for_it(
     )
     with pytest.raises(DataError, match=r"^row 3: no prompt \[actor rank 1 of 3\]$"):
         group.call(TrainedWorker.offload_states)
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> launcher.RayActorGroup:
+    """A group whose ranks start as soon as `join` of the group returns."""
+    monkeypatch.setattr(launcher, "start_actor", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(launcher, "wait_for_node", lambda *_: None)
+    monkeypatch.setattr(launcher.ray, "kill", lambda handle: None)
+    group = launcher.RayActorGroup(
+        TrainedWorker, PPOConfig(), [{}, {}], role="ref", run_dir="run", restarts=Restarts(2)
+    )
+    monkeypatch.setattr(group, "_submit", lambda *_: [])
+    monkeypatch.setattr(group, "_wait", lambda *_: [950])
+    return group
+
+
+def test_a_start_in_place_of_lost_ranks_that_fails_is_made_again_as_often_as_is_allowed(
+    starting: launcher.RayActorGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [OpenRLHFError("ref rank 0: the port is taken"), OpenRLHFError("no memory")]
+
+    def join() -> None:
+        if faults:
+            raise faults.pop(0)
+
+    monkeypatch.setattr(starting, "join", join)
+    with pytest.raises(EngineError, match=r"no memory\. It is not started again: 2 restart"):
+        starting.start_again(lost("ref"))
+    starting.restarts.most = 3
+    faults.append(OpenRLHFError("no memory"))
+    assert starting.start_again() == 950 and not starting.is_starting
+    faults.append(NoRestartError("ref rank 0 was on a node that is gone"))
+    with pytest.raises(NoRestartError):
+        starting.start_again()
+
+
+def test_a_group_that_does_not_start_again_is_named_until_it_has(
+    starting: launcher.RayActorGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(progress, "SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(starting, "join", lambda: time.sleep(0.3))
+    starting.start_again()
+    assert "waited 0 s for ref to start again: see run/logs/ref-*" in capsys.readouterr().out
+
+
+BROKEN = "[…/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5"
+
+
+@pytest.mark.parametrize(
+    ("felt", "raised"),
+    [(RuntimeError(BROKEN), LostRankError), (RuntimeError("a bug"), OpenRLHFError)],
+)
+def test_the_end_of_a_node_that_ray_knows_of_late_is_behind_a_broken_collective(
+    felt: Exception, raised: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = [SimpleNamespace(run=SimpleNamespace(remote=lambda *_, n=n: n)) for n in range(3)]
+    monkeypatch.setattr(launcher, "start_actor", lambda *_: handles.pop(0))
+
+    def wait(references: list[int], timeout: float) -> tuple[list[int], list[int]]:
+        """Rank 0 has failed, rank 1 is known to be dead after 12 s, rank 2 hangs."""
+        done = [n for n in references if n == 0 or (n == 1 and 0 not in references)]
+        if timeout < 12:
+            done = []
+        return done, [n for n in references if n not in done]
+
+    def get(reference: int, timeout: float) -> None:
+        if reference == 0:
+            raise launcher.ray.exceptions.RayTaskError("run", "", felt)
+        raise launcher.ray.exceptions.NodeDiedError("its node has died")
+
+    monkeypatch.setattr(launcher.ray, "wait", wait)
+    monkeypatch.setattr(launcher.ray, "get", get)
+    group = launcher.RayActorGroup(
+        TrainedWorker, PPOConfig(), [{}, {}, {}], role="actor", run_dir="run"
+    )
+    with pytest.raises(OpenRLHFError) as caught:
+        group.call(TrainedWorker.offload_states)
+    assert type(caught.value) is raised
+    whose = "actor rank 1 of 3 died" if raised is LostRankError else "actor rank 0 of 3: Runtime"
+    assert str(caught.value).startswith(whose)
 
 
 def test_a_new_engine_and_training_take_turns_on_devices_that_they_share() -> None:

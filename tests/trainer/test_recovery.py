@@ -1,6 +1,8 @@
 """New engines in place of lost ones: started, given the weights, then used; as often as allowed."""
 
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from openrlhf.trainer.ray import launcher, restarts
 from openrlhf.trainer.ray.recovery import EngineRecovery
 from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.vllm_engine import RayEngine
+from openrlhf.utils import progress
 from tests.helpers.processes import wait_until
 
 
@@ -67,6 +70,28 @@ def test_a_new_engine_has_its_weights_before_it_is_used(capsys: pytest.CaptureFi
     said = " ".join(capsys.readouterr().err.split())
     assert f"{DEAD}; a new one starts in its place: restart 1 of 3 within an hour" in said
     assert "pid 8 was killed by SIGKILL; a new one starts in its place: restart 2 of 3" in said
+
+
+def test_an_engine_that_does_not_start_again_is_named_until_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "SAY_AFTER_S", 0.1)
+    engine, _, _ = started()
+    engine.log = "run/logs/vllm-0"
+    engine.ready_again = lambda: time.sleep(0.3)  # type: ignore[method-assign]
+    engine.lose(DEAD)
+    wait_until(lambda: engine.is_up)
+    assert "for vllm-0 to start again: see run/logs/vllm-0*" in capsys.readouterr().out
+
+
+def test_an_engine_that_takes_no_weights_is_named_with_its_last_lines(tmp_path: Path) -> None:
+    (tmp_path / "vllm-0.log").write_text("NCCL error\n")
+    lost: list[str] = []
+    engine = RayEngine("vllm-0", f"{tmp_path}/vllm-0", on_lost=lambda _, why: lost.append(str(why)))
+    why = f"vllm-0 took no weights for 300 s. The end of {tmp_path}/vllm-0.log: NCCL error"
+    engine.lose(LostEngineError("vllm-0 took no weights for 300 s"))
+    engine.lose(LostEngineError(why))
+    assert lost == [why, why]
 
 
 def test_a_loss_is_counted_once_whoever_sees_it() -> None:

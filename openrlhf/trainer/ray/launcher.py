@@ -5,6 +5,7 @@ import secrets
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ from ray._private.authentication.authentication_token_setup import (
 )
 
 from openrlhf.config.generation import GenerationRunConfig
+from openrlhf.distributed.collectives import is_broken_collective
 from openrlhf.errors import (
     ConfigError,
     EngineError,
     LostEngineError,
     LostRankError,
     MachineError,
+    NoRestartError,
     OpenRLHFError,
     first_line,
     machine_fault,
@@ -40,7 +43,7 @@ from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
 from openrlhf.utils.framework_logs import with_last_lines
-from openrlhf.utils.progress import Health
+from openrlhf.utils.progress import Health, saying_what_is_awaited
 from openrlhf.utils.threads import yield_cores
 from openrlhf.utils.worker_process import is_stopped
 
@@ -49,6 +52,7 @@ UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to u
 CONNECT_TIMEOUT_S = 10.0  # for a cluster that is said to be there
 CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate, update, export
 PEERS_S = 5.0  # until Ray knows of a death that a rank in a collective with the dead knows of
+NODE_S = 60.0  # the same where the collective is broken: of the end of a node it knows late
 # Calls that run while the actor is at work:
 HEALTH_GROUP = "health"
 ASIDE_GROUP = "aside"  # those that last
@@ -308,18 +312,24 @@ class RayActorGroup(WorkerGroup):
             self.nodes, self.ended = [], {}
             self.handles = [make() for make in self._make]
             try:
-                for rank, handle in enumerate(self.handles):
-                    wait_for_node(handle, self._slots[rank], self.who(rank), self._limits)
-                self.join()
-                loading = self._submit("init_model", [self.model_args] * len(self.handles))
-                size = int(self._wait(loading, self._limits.restart_timeout_s)[0])
-            except LostRankError as error:
-                lost = error
+                with saying_what_is_awaited(f"{self.role} to start again: see {self.logs}*"):
+                    size = self._load_again()
+            except NoRestartError:
+                raise
+            except OpenRLHFError as error:  # memory that the dead one still holds, a taken port
+                lost = error if isinstance(error, LostRankError) else self._loss(str(error))
             else:
                 self.is_starting = False
                 return size
 
     def close(self) -> None:
+    def _load_again(self) -> int:
+        for rank, handle in enumerate(self.handles):
+            wait_for_node(handle, self._slots[rank], self.who(rank), self._limits)
+        self.join()
+        loading = self._submit("init_model", [self.model_args] * len(self.handles))
+        return int(self._wait(loading, self._limits.restart_timeout_s)[0])
+
         """End all ranks; start none again."""
         self.is_closed = True
         self.kill()
@@ -398,21 +408,28 @@ class RayActorGroup(WorkerGroup):
         """Return the loss behind the error of a rank: its own, or that of a peer, which it may have
         felt before Ray did.
         """
-        others = [other for other in references if other != references[rank]]
-        if not isinstance(error, LostRankError):
-            # One that still works is not lost: it may hang in a collective with this one.
-            done = ray.wait(others, num_returns=len(others), timeout=PEERS_S)[0] if others else []
+        felt = getattr(error.__cause__, "cause", error)  # Ray's own error is between the two
+        deadline = time.monotonic() + (NODE_S if is_broken_collective(felt) else PEERS_S)
+        # One that still works is not lost: it may hang in a collective with this one.
+        waiting = [other for other in references if other != references[rank]]
+        while waiting and not isinstance(error, LostRankError):
+            done, waiting = ray.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))
+            if not done:
+                return None
             for other in done:
                 try:
-                    get(other, self.who(references.index(other)), 0.0)
+                    self._get(other, references.index(other), 0.0)
+    def _get(self, reference: Any, rank: int, timeout_s: float) -> Any:
+        return get(reference, self.who(rank), timeout_s, log=f"{self.logs}{rank}")
+
                 except LostRankError as of_peer:
                     rank, error = references.index(other), of_peer
                     break
                 except OpenRLHFError:
                     continue
-            else:
-                return None
-        return self._loss(self.ended.get(rank, str(error)))
+        if not isinstance(error, LostRankError):
+            return None
+        return self._loss(self.ended.setdefault(rank, str(error)))
 
     def _loss(self, why: str) -> LostRankError:
         lost = LostRankError(why)

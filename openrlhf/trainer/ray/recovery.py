@@ -17,6 +17,7 @@ from openrlhf.errors import (
 from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils.console import notice, warn
+from openrlhf.utils.progress import saying_what_is_awaited
 from openrlhf.utils.threads import start_thread
 
 CLOSE_S = 10.0
@@ -81,7 +82,8 @@ class EngineRecovery:
                         if self._is_closed:
                             return
                         engine.restart()
-                    engine.ready_again()
+                    with saying_what_is_awaited(f"{engine.name} to start again: see {engine.log}*"):
+                        engine.ready_again()
                     has_weights = self._update_weights(engine)
                     if self._sleeps and not has_weights:
                         engine.call(VLLMEngine.sleep)
