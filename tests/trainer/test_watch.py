@@ -3,9 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import ray
 
-from openrlhf.trainer.ray import watch
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import EngineError, LostRankError
+from openrlhf.trainer.ray import launcher, watch
 from openrlhf.trainer.ray.watch import Watch, Watched, WatchedRank
+from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.progress import Health
 
 
@@ -55,6 +59,88 @@ def test_a_rank_that_waits_for_a_stopped_one_is_not_the_one_that_is_ended(killed
     run._judge()
     assert killed == ["rank 1"]
     assert "rank 1 (pid 7) has not responded for 570 s" in str(run.failure)
+
+
+def test_a_process_that_pauses_is_not_the_one_that_is_ended_for_one_that_hangs(killed):
+    hanging, paused = watched("rank 0"), watched("engine")
+    hanging.hear(busy := Health("updating the policy", 3, None, 7), 0.0)
+    for _ in range(300):
+        hanging.hear(busy, 2.0)
+    for _ in range(3):
+        paused.hear(None, 2.0)
+    run = Watch([hanging, paused])
+    run._judge()
+    assert killed == ["rank 0"]
+    assert "rank 0 (pid 7) has not got on for 600 s" in str(run.failure)
+
+
+DEATH = (
+    "The actor died unexpectedly before finishing this task.\n\tpid: 719\nWorker "
+    "unexpectedly exits with a connection error code 2. End of file."
+)
+BY_US = "The actor is dead because it was killed by `ray.kill`."
+
+
+@pytest.fixture
+def group(killed: list[object], monkeypatch: pytest.MonkeyPatch) -> launcher.RayActorGroup:
+    monkeypatch.setattr(launcher, "start_actor", lambda *_: object())
+    return launcher.RayActorGroup(
+        TrainedWorker, PPOConfig(), [{}, {}], role="ref", run_dir="no/run"
+    )
+
+
+def test_a_rank_that_dies_while_its_model_is_idle_is_said_once_and_later_in_the_same_words(
+    group, capsys
+):
+    rank = WatchedRank(group, 0, 600.0)
+    for text in (DEATH, DEATH):
+        assert rank.died(text)
+    why = "ref rank 0 of 2 died: pid 719 ended without a word (SIGKILL, or an exit of native code)"
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == f"warning: {why}; the run goes on until ref is called."
+    later = group._lost_rank([1, 2], 0, LostRankError(f"ref rank 0 of 2 died: {BY_US}"))
+    assert str(later) == why
+
+
+def test_an_idle_rank_that_is_ended_because_it_hangs_is_said_once(group, killed, capsys):
+    rank = WatchedRank(group, 0, 600.0)
+    why = "ref rank 0 of 2 has not responded for 600 s, and was ended"
+    assert rank.end(EngineError(why)) is None
+    assert rank.died(BY_US)
+    assert killed == [rank.handle]
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == f"warning: {why}; the run goes on until ref is called."
+
+
+def test_a_rank_that_dies_while_it_is_waited_for_is_left_to_whoever_waits(
+    group, capsys, monkeypatch
+):
+    rank = WatchedRank(group, 0, 600.0)
+
+    def wait(references: list[int], **_: object) -> tuple[list[int], list[int]]:
+        rank.died(DEATH)
+        return references[:1], references[1:]
+
+    def get(reference: int, timeout: float) -> None:
+        raise ray.exceptions.ActorUnavailableError(DEATH, None)
+
+    monkeypatch.setattr(launcher.ray, "wait", wait)
+    monkeypatch.setattr(launcher.ray, "get", get)
+    with pytest.raises(LostRankError, match="pid 719 ended without a word"):
+        group._wait([1, 2])
+    rank.died(DEATH)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_process_that_ray_cannot_reach_for_a_moment_has_not_died():
+    class Unreachable(Watched):
+        def ask(self, seconds: float) -> None:
+            raise ray.exceptions.ActorUnavailableError("RPC error", None)
+
+    rank = Unreachable("actor rank 0", "rank", 600.0, "--rank_timeout_s")
+    run = Watch([rank])
+    run._ask_all(2.0)
+    assert run._watched == [rank] and rank.quiet.seconds == 2.0
 
 
 def test_a_rank_that_was_ended_does_not_keep_others_from_being_judged(killed):

@@ -282,7 +282,8 @@ class RayActorGroup(WorkerGroup):
         self.restarts = restarts or Restarts(0)
         self.is_starting = False  # again
         self.is_closed = False
-        self.ended: dict[int, str] = {}  # why ranks were ended, of these actors
+        self.ended: dict[int, str] = {}  # why ranks have ended, of these actors
+        self._awaited: list[Sequence[Any]] = []  # results, by those who wait for them
         self._slots, self._limits = slots, config.train
         self._submitting = threading.Lock()  # all ranks have their calls in one order
         self.logs = f"{run_dir}/logs/{role}-"
@@ -322,7 +323,6 @@ class RayActorGroup(WorkerGroup):
                 self.is_starting = False
                 return size
 
-    def close(self) -> None:
     def _load_again(self) -> int:
         for rank, handle in enumerate(self.handles):
             wait_for_node(handle, self._slots[rank], self.who(rank), self._limits)
@@ -330,6 +330,7 @@ class RayActorGroup(WorkerGroup):
         loading = self._submit("init_model", [self.model_args] * len(self.handles))
         return int(self._wait(loading, self._limits.restart_timeout_s)[0])
 
+    def close(self) -> None:
         """End all ranks; start none again."""
         self.is_closed = True
         self.kill()
@@ -339,12 +340,20 @@ class RayActorGroup(WorkerGroup):
         for handle in self.handles:
             ray.kill(handle)
 
-    def end_rank(self, rank: int, handle: Any, why: str) -> None:
-        """End a rank that hangs, unless another actor is in its place; whoever waits for it is told
-        why.
+    def note_death(self, rank: int, handle: Any, why: str) -> None:
+        """Note why a rank has ended, unless another actor is in its place, for whoever waits for
+        it; say so if nobody does.
         """
-        if self.handles[rank] is handle:
+        is_known = self.is_starting or self.is_closed or rank in self.ended
+        if self.handles[rank] is handle and not is_known:
             self.ended[rank] = why
+            if not self._awaited:
+                warn(f"{why}; the run goes on until {self.role} is called.")
+
+    def end_rank(self, rank: int, handle: Any, why: str) -> None:
+        """End a rank that hangs, unless another actor is in its place, and note why."""
+        if self.handles[rank] is handle:
+            self.note_death(rank, handle, why)
             ray.kill(handle)
 
     def join(self) -> None:
@@ -385,22 +394,29 @@ class RayActorGroup(WorkerGroup):
         """
         results: dict[Any, Any] = {}
         waiting = list(references)
-        while waiting:
-            done, waiting = ray.wait(waiting, timeout=timeout_s)
-            if not done:
-                late = self.who(references.index(waiting[0]))
-                raise self._loss(f"{late} did not respond in {timeout_s:g} s")
-            for reference in done:
-                rank = references.index(reference)
-                log = f"{self.logs}{rank}"
-                try:
-                    results[reference] = get(reference, self.who(rank), timeout_s, log=log)
-                except OpenRLHFError as error:
-                    lost = self._lost_rank(references, rank, error)
-                    if lost is None:
-                        raise
-                    raise lost from error
+        self._awaited.append(references)
+        try:
+            while waiting:
+                done, waiting = ray.wait(waiting, timeout=timeout_s)
+                if not done:
+                    rank = references.index(waiting[0])
+                    late = f"{self.who(rank)} did not respond in {timeout_s:g} s"
+                    raise self._loss(with_last_lines(late, f"{self.logs}{rank}"))
+                for reference in done:
+                    rank = references.index(reference)
+                    try:
+                        results[reference] = self._get(reference, rank, timeout_s)
+                    except OpenRLHFError as error:
+                        lost = self._lost_rank(references, rank, error)
+                        if lost is None:
+                            raise
+                        raise lost from error
+        finally:
+            self._awaited.remove(references)
         return [results[reference] for reference in references]
+
+    def _get(self, reference: Any, rank: int, timeout_s: float) -> Any:
+        return get(reference, self.who(rank), timeout_s, log=f"{self.logs}{rank}")
 
     def _lost_rank(
         self, references: Sequence[Any], rank: int, error: OpenRLHFError
@@ -419,9 +435,6 @@ class RayActorGroup(WorkerGroup):
             for other in done:
                 try:
                     self._get(other, references.index(other), 0.0)
-    def _get(self, reference: Any, rank: int, timeout_s: float) -> Any:
-        return get(reference, self.who(rank), timeout_s, log=f"{self.logs}{rank}")
-
                 except LostRankError as of_peer:
                     rank, error = references.index(other), of_peer
                     break

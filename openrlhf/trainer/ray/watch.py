@@ -162,7 +162,10 @@ class WatchedRank(WatchedActor):
 
     def died(self, text: str) -> bool:
         self.quiet.reset()
-        return True  # whoever waits for it says so
+        if self.rank not in self.group.ended:
+            why = death_of_worker(text, self.who, self.log)
+            self.group.note_death(self.rank, self.handle, why)
+        return True
 
     def end(self, failure: EngineError) -> EngineError | None:
         self.quiet.reset()
@@ -231,6 +234,9 @@ class Watch:
         for watched in list(self._watched):
             try:
                 watched.ask(seconds)
+            except ray.exceptions.ActorUnavailableError:  # Ray does not call it dead
+                watched.asked = []
+                watched.hear(None, seconds)
             except ray.exceptions.RayError as error:
                 watched.asked = []
                 if not watched.died(str(error).strip()):
@@ -250,7 +256,8 @@ class Watch:
     def _kill(self, overdue: Watched) -> None:
         """End a process; of several, one that does not respond, for the others wait for it."""
         mute = [watched for watched in self._watched if not watched.is_responding]
-        silent = [watched for watched in mute if watched.quiet.seconds > 2 * ASK_EVERY_S]
+        # One that waits for another has often had less to do, and has been quiet for longer.
+        silent = [other for other in mute if other.quiet.seconds > overdue.quiet.seconds / 2]
         culprit = overdue if not overdue.is_responding else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
         why = f"{culprit.describe()}, and was ended ({limit})"
