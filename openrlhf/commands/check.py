@@ -426,7 +426,7 @@ class Plan:
         cache = cache_bytes(
             cache_bytes_per_token(policy),
             max_len=config.total_len,
-            num_seqs=MAX_NUM_SEQS,
+            num_seqs=MAX_NUM_SEQS * config.vllm.tensor_parallel_size,
         )
         return num_engines * (policy.num_parameters * policy.dtype.itemsize + cache)
 

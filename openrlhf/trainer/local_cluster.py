@@ -17,7 +17,7 @@ from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.tensors import dtype_name
 
-MAX_NUM_SEQS = 256  # that an engine on a CPU samples at once: vLLM's own number
+MAX_NUM_SEQS = 256  # that a worker of an engine on a CPU samples at once: vLLM's own number
 SEED_STRIDE = 1_000_003  # between the seeds of engines that start at one step and at the next
 
 

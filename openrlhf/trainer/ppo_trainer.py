@@ -97,6 +97,7 @@ class PPOTrainer:
         self.is_told = False  # True once it was said that the reward rises alone
         self.is_ended = False  # True once a callback, or --early_stop, has asked for it
         self._ended_at = 0  # the step behind which it was asked
+        self._evaluated_at = -1  # the last step that was, or could not be
         self._undone: list[Rollout] = []  # samples of the step that is under way
         self._undone_step = 0  # its number
         self._death: Death | None = None  # of the last step that was not finished
@@ -164,7 +165,8 @@ class PPOTrainer:
         state = self.state
         self.log(state.global_step)
         self.check_has_learnt()
-        if [found["step"] for found in state.evaluations[-1:]] != [state.global_step]:
+        evaluated = [self._evaluated_at, *(found["step"] for found in state.evaluations[-1:])]
+        if state.global_step not in evaluated:
             self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
 
@@ -490,6 +492,7 @@ class PPOTrainer:
         inputs, prompts = self.inputs, self.inputs.eval_prompts
         if prompts is None:
             return
+        self._evaluated_at = global_step
         policy = replace(self.sampler.policy, step_size=len(prompts))
         try:
             with self.phases.rollout():

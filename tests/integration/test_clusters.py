@@ -44,7 +44,7 @@ cluster.add_node(**node, node_ip_address=addresses[1])
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
 taken = [{"CPU": 1 - CPU_SHARE_OF_A_RANK, f"node:{address}": 0.001} for address in addresses]
 ray.get(placement_group(taken).ready())
-join, load = RayActorGroup.join, RayEngine.load
+join, ready = RayActorGroup.join, RayEngine.ready
 
 
 def join_and_say_where(group):
@@ -52,17 +52,12 @@ def join_and_say_where(group):
     print("NODE", group.nodes[0])
 
 
-def load_and_say_where(engine):
-    wait = load(engine)
-
-    def wait_and_say_where(timeout_s):
-        wait(timeout_s)
-        print("NODE", engine.node)
-
-    return wait_and_say_where
+def ready_and_say_where(engine, **options):
+    ready(engine, **options)
+    print("NODE", engine.node)
 
 
-RayActorGroup.join, RayEngine.load = join_and_say_where, load_and_say_where
+RayActorGroup.join, RayEngine.ready = join_and_say_where, ready_and_say_where
 try:
     train_ppo_ray.main(sys.argv[1:])
 finally:

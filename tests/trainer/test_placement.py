@@ -124,7 +124,10 @@ def test_models_that_nobody_placed_share_the_gpus_of_one_machine(num_gpus: int, 
     assert pool_sizes(found) == {"shared by all": num_gpus}
     assert config.vllm.enable_sleep and config.ds.enable_sleep
     assert config.vllm.gpu_memory_utilization == 0.6  # as it was typed
-    assert "share the GPUs of this machine in turns" in caplog.text
+    assert (
+        "--vllm.enable_sleep true --ds.enable_sleep true --vllm.gpu_memory_utilization 0.6"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(

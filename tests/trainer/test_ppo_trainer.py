@@ -62,6 +62,9 @@ def test_an_evaluation_without_rewards_is_said_and_training_goes_on(caplog) -> N
     make_trainer(world, num_prompts=18, is_async=False, callbacks=[heard]).fit()
     assert [step for what, step in heard.told if what == "evaluation"] == [0, 5]
     assert "no evaluation at step 3, training goes on: the server is away" in caplog.text
+    caplog.clear()
+    make_trainer(World(unscored=frozenset({"eval5"})), num_prompts=18, is_async=False).fit()
+    assert caplog.text.count("no evaluation at step 5") == 1  # the last one is not made again
 
 
 def test_a_first_evaluation_without_rewards_ends_the_run() -> None:

@@ -97,7 +97,7 @@ def test_a_rank_that_dies_while_its_model_is_idle_is_said_once_and_later_in_the_
         assert rank.died(text)
     why = "ref rank 0 of 2 died: pid 719 ended without a word (SIGKILL, or an exit of native code)"
     said = " ".join(capsys.readouterr().err.split())
-    assert said == f"warning: {why}; the run goes on until ref is called."
+    assert said == f"warning: {why}; the run goes on until it waits for ref."
     later = group._lost_rank([1, 2], 0, LostRankError(f"ref rank 0 of 2 died: {BY_US}"))
     assert str(later) == why
 
@@ -109,7 +109,7 @@ def test_an_idle_rank_that_is_ended_because_it_hangs_is_said_once(group, killed,
     assert rank.died(BY_US)
     assert killed == [rank.handle]
     said = " ".join(capsys.readouterr().err.split())
-    assert said == f"warning: {why}; the run goes on until ref is called."
+    assert said == f"warning: {why}; the run goes on until it waits for ref."
 
 
 def test_a_rank_that_dies_while_it_is_waited_for_is_left_to_whoever_waits(

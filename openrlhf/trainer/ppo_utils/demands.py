@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from openrlhf.config.base import is_given, with_value
+from openrlhf.config.base import is_given, value_at, with_value
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
@@ -108,11 +108,10 @@ def sharing_one_machine(config: PPOConfig, view: Callable[[], ClusterView]) -> P
     for path, value in SHARED.items():
         if not is_given(config, path):
             config = with_value(config, path, value)
+    words = " ".join(f"--{path} {str(value_at(config, path)).lower()}" for path in SHARED)
     notice(
-        "note: models and engines share the GPUs of this machine in turns (--colocate_all_models "
-        "--vllm_enable_sleep --deepspeed_enable_sleep --vllm_gpu_memory_utilization "
-        f"{config.vllm.gpu_memory_utilization}); --actor_num_gpus_per_node and the like give each "
-        "its own"
+        f"note: models and engines share the GPUs of one machine in turns ({words}); "
+        "--actor_num_gpus_per_node and the like give each its own"
     )
     return config
 

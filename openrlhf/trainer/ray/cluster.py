@@ -100,15 +100,24 @@ def ray_cluster(
                 with saying_what_is_awaited(f"{role} to start: see {group.logs}*"):
                     group.join()
                 advance()
-            waits = [engine.load() for engine in engines]  # side by side: each takes minutes
-            for engine, wait in zip(engines, waits, strict=True):
-                with saying_what_is_awaited(f"{engine.name} to start: see {engine.log}*"):
-                    wait(CALL_TIMEOUT_S)  # it may fetch its model first
-                advance()
+            start_engines(engines, advance)
         recovery = EngineRecovery(engines, restarts)
         at_the_end(recovery.close)
         stack.enter_context(Watch(_watched(config, session, groups.values(), engines)))
         yield Cluster(demands, view, dtype, groups, engines, recovery)
+
+
+def start_engines(engines: Iterable[RayEngine], advance: Callable[[], None]) -> None:
+    """Start engines side by side: each may take minutes. Raise the first error of one."""
+    loading = {engine.load(): engine for engine in engines}
+    while loading:
+        first, *others = loading.values()
+        who = f"{first.name} and {len(others)} more" if others else first.name
+        with saying_what_is_awaited(f"{who} to start: see {first.log}*"):
+            done, _ = ray.wait([*loading], timeout=CALL_TIMEOUT_S)  # they may fetch their model
+        which = (done or [*loading])[0]
+        loading.pop(which).ready(timeout_s=1.0, loading=which)
+        advance()
 
 
 def _watched(

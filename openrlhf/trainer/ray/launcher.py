@@ -348,7 +348,7 @@ class RayActorGroup(WorkerGroup):
         if self.handles[rank] is handle and not is_known:
             self.ended[rank] = why
             if not self._awaited:
-                warn(f"{why}; the run goes on until {self.role} is called.")
+                warn(f"{why}; the run goes on until it waits for {self.role}.")
 
     def end_rank(self, rank: int, handle: Any, why: str) -> None:
         """End a rank that hangs, unless another actor is in its place, and note why."""
@@ -442,7 +442,7 @@ class RayActorGroup(WorkerGroup):
                     continue
         if not isinstance(error, LostRankError):
             return None
-        return self._loss(self.ended.setdefault(rank, str(error)))
+        return self._loss(self.ended.get(rank, str(error)))
 
     def _loss(self, why: str) -> LostRankError:
         lost = LostRankError(why)

@@ -112,19 +112,14 @@ class RayEngine:
         self.handle = self.make(self.num_starts)
         self.num_starts += 1
 
-    def load(self) -> Callable[[float], None]:
-        """Have the engine get up; return the function that waits until it is."""
-        actor = self.handle
-        reference = actor.run.remote(LLMRayActor.ready.__name__)
+    def load(self) -> Any:
+        """Have the engine get up; return what `ready` waits for."""
+        return self.handle.run.remote(LLMRayActor.ready.__name__)
 
-        def wait(timeout_s: float) -> None:
-            self.node = self._result(reference, timeout_s, actor=actor)
-
-        return wait
-
-    def ready(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Wait until the engine is up."""
-        self.load()(timeout_s)
+    def ready(self, timeout_s: float = CALL_TIMEOUT_S, loading: Any = None) -> None:
+        """Wait until the engine is up, which `loading` may have begun."""
+        actor, loading = self.handle, self.load() if loading is None else loading
+        self.node = self._result(loading, timeout_s, actor=actor)
 
     def restart(self) -> None:
         """Start another actor in place of this one; `ready_again` waits until it is up."""
