@@ -35,6 +35,7 @@ MAX_TEXT_SHOWN = 200
 MAX_IN_FLIGHT = 64  # requests for each server
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 15.0  # before the second try at a server; doubles with each
 WARN_EVERY_S = 60.0
+LEAST_TRY_S = 0.05  # for a try
 MAX_BYTES = 2**24  # of a response, as sent and unpacked
 UNPACKS = 32 + zlib.MAX_WBITS  # gzip or deflate, by its header
 ENVELOPE = ("ids", "models", "request_id", "truncated")  # of a response, beside a function's answer
@@ -118,10 +119,11 @@ class RemoteReward(RewardSource):
         ready_s = dict.fromkeys(self._servers, start_s)  # when each may be tried
         pauses_s = dict.fromkeys(self._servers, BACKOFF_S)
         problem, num_tries = "", 0
-        while (now_s := time.monotonic()) < end_s:
+        last_s = end_s - min(LEAST_TRY_S, self.timeout_s / 10)  # a shorter try would hide a problem
+        while (now_s := time.monotonic()) < last_s:
             server = min(ready_s, key=lambda s: (max(ready_s[s], now_s), s.num_in_flight))
             if ready_s[server] > now_s:
-                await asyncio.sleep(min(ready_s[server], end_s) - now_s)
+                await asyncio.sleep(min(ready_s[server], last_s) - now_s)
                 continue
             num_tries += 1
             found = await self._try(server, body, headers, end_s - now_s)
