@@ -133,6 +133,10 @@ class NumericsError(OpenRLHFError):
     exit_code = 3
 
 
+class SkippedUpdate(NumericsError):
+    """An optimizer step whose gradient is not finite: the weights stay, and the run goes on."""
+
+
 class MachineError(OpenRLHFError):
     """The machine has no room, memory or processes left, or what runs on it did not start."""
 

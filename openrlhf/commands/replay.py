@@ -170,6 +170,8 @@ def step_again(
                 num_done=kept.num_done.get(role, 0),
             )
             results[role] = wait()
+            if (skip := results[role][0].skip) is not None:
+                return experience, results, skip.why
         except NumericsError as error:
             results[role] = [groups[role].worker.notes.result()]
             return experience, results, str(error)

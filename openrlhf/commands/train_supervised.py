@@ -290,7 +290,6 @@ class Checkpointer:
             self.trainer.engine.load_states(saved.path / MODEL, has_own_rate=has_own_rate)
         self.trainer.global_step = saved.step
         state = saved.state[RUN]
-        self.trainer.num_bad_steps = state["num_bad_steps"]
         if is_main() and self.trainer.is_finished:
             notice("that run had finished: nothing is left to train")
         self.checkpoints.kept = self.state_dict()
@@ -355,7 +354,6 @@ class Checkpointer:
         epoch, num_batches = self.trainer.position
         num_samples = num_batches * self.trainer.batch_size
         return {
-            "num_bad_steps": self.trainer.num_bad_steps,
             "world_size": self.num_ranks,
             "place": f"step {self.global_step}, epoch {epoch + 1}, {num_samples} samples into it",
         }

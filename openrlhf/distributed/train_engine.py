@@ -36,7 +36,7 @@ from openrlhf.config.common import OptimizerConfig
 from openrlhf.distributed import collectives, folders
 from openrlhf.distributed.collectives import import_deepspeed
 from openrlhf.distributed.weights import LAYER
-from openrlhf.errors import CheckpointError, NumericsError, first_line
+from openrlhf.errors import CheckpointError, NumericsError, SkippedUpdate, first_line
 from openrlhf.utils.memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -44,9 +44,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Dynamic loss scaling finds its scale by overflowing; this often in a row is no search.
-MAX_FP16_SKIPS = 20
+# Updates in a row whose gradient is not finite: the last one ends the run.
+MAX_SKIPS = 3
+MAX_FP16_SKIPS = 20  # dynamic loss scaling finds its scale by overflowing
 ENGINE = "engine.json"
+SKIPPED = "num_skipped_updates"  # in a row
 WEIGHTS, STEP = "fp32", "step"  # the other keys of a part are those of the optimizer's state
 ASLEEP = "_offload_buffer"  # ends keys of DeepSpeed's own, for states that sleep
 # Counts from 1, so its last value is that of the last update, not the one behind it.
@@ -172,7 +174,7 @@ class TrainEngine:
         if device.type == "cpu":
             keep_freed_memory()
         self.use_universal_ckpt = use_universal_ckpt
-        self.num_skipped_steps = 0  # fp16 overflows in a row
+        self.num_skipped_updates = 0  # in a row
         # Under ZeRO-0 every rank holds all, and the first of them copies.
         self._copies = self.zero_stage > 0 or _place(engine)[1] == 0
         self._sharing = collectives.ranks_on_node(is_counted=self._copies)  # the host memory
@@ -214,23 +216,26 @@ class TrainEngine:
         before clipping.
 
         A norm that is not finite leaves the weights as they are on every rank and raises
-        NumericsError. In fp16 it belongs to finding the loss scale: it is logged, `inf` is
-        returned, and only many in a row raise.
+        SkippedUpdate, or another NumericsError for the last one in a row that is allowed. In fp16
+        it belongs to finding the loss scale: it is logged, and `inf` is returned, until there are
+        too many in a row.
         """
         before = _samples(self.engine)
         grad_norm = self._plain_step() if self._is_plain else self._zero_step()
         if math.isfinite(grad_norm):
             self.update_ratio = _change(before, _samples(self.engine))
-            self.num_skipped_steps = 0
+            self.num_skipped_updates = 0
             self.schedule.step()
             return grad_norm
-        self.num_skipped_steps += 1
-        if not self.engine.fp16_enabled() or self.num_skipped_steps > MAX_FP16_SKIPS:
+        self.num_skipped_updates += 1
+        is_fp16 = self.engine.fp16_enabled()
+        if (count := self.num_skipped_updates) >= (MAX_FP16_SKIPS if is_fp16 else MAX_SKIPS):
             raise NumericsError(
-                f"The gradient norm is {grad_norm}: the update was skipped and the weights are "
-                "unchanged. Lower the learning rate, or look for extreme rewards or log-probs in "
-                "this batch."
+                f"the gradient was not finite in {count} updates in a row; the weights are those "
+                "before them. Lower the learning rate, or look for extreme rewards or log-probs"
             )
+        if not is_fp16:
+            raise SkippedUpdate(f"the gradient norm is {grad_norm}")
         logger.warning(
             "fp16 gradients overflowed; the update was skipped and the loss scale lowered."
         )
@@ -285,8 +290,8 @@ class TrainEngine:
         """
         folder.mkdir(parents=True, exist_ok=True)
         if collectives.is_main():
-            saved = _description_of(self.engine) | {"schedule": self.schedule.state_dict()}
-            folders.write_json(folder / ENGINE, saved)
+            own = {"schedule": self.schedule.state_dict(), SKIPPED: self.num_skipped_updates}
+            folders.write_json(folder / ENGINE, _description_of(self.engine) | own)
         if not self._copies:
             return folders.nothing
         tp_rank, dp_rank = _place(self.engine)
@@ -330,6 +335,7 @@ class TrainEngine:
             for part in _parts(engine):
                 part.parameter.ds_tensor.view(-1)[: part.numel].copy_(part.of(part.flat))
             zero.checkpoint_event_epilogue()
+        self.num_skipped_updates = saved.get(SKIPPED, 0)
         resume_schedule(self.schedule, saved["schedule"], has_own_rate=has_own_rate)
 
     def _can_move_states(self) -> bool:

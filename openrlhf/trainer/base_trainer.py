@@ -24,8 +24,9 @@ from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.distributed.collectives import all_gather_object, on_main
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.train_engine import SKIPPED
 from openrlhf.distributed.weights import hf_model_of
-from openrlhf.errors import ConfigError, NumericsError
+from openrlhf.errors import ConfigError, NumericsError, SkippedUpdate
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
@@ -46,7 +47,6 @@ from openrlhf.utils.tracker import NullTracker, Tracker
 PHASES = ("data", "forward_backward", "optimizer")  # of a step, in their order
 MAX_NAMED_ROWS = 3
 MIN_PARTS = 8  # of an evaluation: its standard errors come from their differences
-MAX_BAD_STEPS = 3  # in a row; a step whose gradient is not finite changes nothing and is counted
 
 SampleT = TypeVar("SampleT")
 SampleT_co = TypeVar("SampleT_co", covariant=True)
@@ -120,7 +120,6 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.callbacks: Sequence[Callback] = ()
         self.keep_best: Callable[[], None] | None = None  # called after the best evaluation so far
         self.global_step = 0
-        self.num_bad_steps = 0  # in a row
         self.is_ended = False  # True once a callback, or --early_stop, has asked for it
         self.pending = Metrics()  # of the steps since the last line that was logged
         self.history: list[Values] = []  # of the logged steps, as far as hints look
@@ -314,7 +313,9 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         metrics.read()  # the device's time belongs to this phase
         times.append(time.monotonic())
         if not self._step(rows, metrics):
-            return Metrics()
+            skipped = Metrics()
+            skipped.add(SKIPPED, float(self.strategy.is_main), reduction="sum")
+            return skipped
         times.append(time.monotonic())
         for name, (begin, end) in zip(PHASES, pairwise(times), strict=True):
             metrics.add(f"timing/{name}", end - begin)
@@ -403,18 +404,16 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Update the weights; False when the gradient was not finite and nothing was changed."""
         try:
             metrics.add("grad_norm", self.engine.step())
-        except NumericsError:
-            self.num_bad_steps += 1
+        except NumericsError as error:
             if self.strategy.is_main:
                 places = ", ".join(self.inputs.samples.place(row) for row in rows[:MAX_NAMED_ROWS])
                 warn(
                     f"step {self.global_step + 1} was skipped: its gradient is not finite "
                     f"({len(rows)} rows, such as {places})."
                 )
-            if self.num_bad_steps > MAX_BAD_STEPS:
+            if not isinstance(error, SkippedUpdate):
                 raise
             return False
-        self.num_bad_steps = 0
         metrics.add("lr", self.engine.lr, reduction="max")
         metrics.add("update_ratio", self.engine.update_ratio)
         return True

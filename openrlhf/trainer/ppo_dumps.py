@@ -74,6 +74,7 @@ class StepDump:
     is_chosen: bool
     experience: Experience | None = None
     begun: list[str] = field(default_factory=list)  # models whose updates were begun
+    has_failed: bool = False  # True once it was kept at an update that failed
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -81,10 +82,15 @@ class StepDump:
         try:
             yield
         except NumericsError as error:
-            done = TrainedWorker.updates_done
-            num_done = {role: self.groups[role].call(done)[0] for role in self.begun}
-            self.write(num_done=num_done, error=str(error))
+            self.keep_failed(str(error))
             raise
+
+    def keep_failed(self, error: str) -> None:
+        """Keep the step, which has come to an update that fails."""
+        self.has_failed = True
+        done = TrainedWorker.updates_done
+        num_done = {role: self.groups[role].call(done)[0] for role in self.begun}
+        self.write(num_done=num_done, error=error)
 
     def take(self, experience: Experience) -> None:
         """Note what was computed before the updates; keep the step if it is chosen."""
@@ -94,7 +100,7 @@ class StepDump:
 
     def note(self, metrics: Metrics) -> None:
         """Note what came of the updates."""
-        if self.is_chosen:
+        if self.is_chosen and not self.has_failed:
             self.write_facts(metrics=metrics.values())
 
     @property

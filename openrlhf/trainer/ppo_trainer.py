@@ -46,7 +46,7 @@ from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_updates import StepInputs, start_update, trained_roles
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
-from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
+from openrlhf.trainer.ppo_utils.update_plan import Skip, UpdateResult, seen_column
 from openrlhf.trainer.ppo_utils.worker_group import Forward, wait_for_all
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils import stopping
@@ -102,6 +102,7 @@ class PPOTrainer:
         self._undone_step = 0  # its number
         self._death: Death | None = None  # of the last step that was not finished
         self._generated = Metrics()  # of these samples
+        self._has_skipped = False  # True once an update was, in this run
         self._sending = threading.Lock()  # held while weights are sent
         self._has_failed = False  # whether an engine did when weights were sent last
         if self.recovery is not None:
@@ -364,7 +365,7 @@ class PPOTrainer:
         if "kl" in metrics:
             self.state.adapt_kl_coef(metrics["kl"], len(rollouts))
         self.state.sampler.settle(set(experience.group_ids.tolist()))
-        if suspect is not None and not dump.is_chosen:
+        if suspect is not None and not (dump.is_chosen or dump.has_failed):
             dump.remove()
         return experience
 
@@ -389,11 +390,36 @@ class PPOTrainer:
     def _update(
         self, roles: Sequence[str], experience: Experience, dump: StepDump
     ) -> dict[str, list[UpdateResult]]:
-        """Update these models side by side; return the results by role."""
+        """Update these models side by side; return the results by role. Optimizer steps that are
+        skipped are said, and those behind them made.
+        """
+        results: dict[str, list[UpdateResult]] = {}
+        num_done = dict.fromkeys(roles, 0)
+        while num_done:
+            results |= self._fit(num_done, experience, dump)
+            skips = {role: skip for role in num_done if (skip := results[role][0].skip)}
+            for role, skip in skips.items():
+                self._note_skip(role, skip, dump)
+            num_done = {role: skip.done + 1 for role, skip in skips.items() if skip.left}
+        return results
+
+    def _note_skip(self, role: str, skip: Skip, dump: StepDump) -> None:
+        """Say that an optimizer step was skipped; keep the first one of the run for a replay."""
+        step = dump.step_inputs.global_step
+        warn(f"step {step}: an update of the {role} was skipped, its weights stay: {skip.why}.")
+        if not dump.has_failed and (dump.is_chosen or not self._has_skipped):
+            dump.keep_failed(skip.why)
+        self._has_skipped = True
+
+    def _fit(
+        self, num_done: Mapping[str, int], experience: Experience, dump: StepDump
+    ) -> dict[str, list[UpdateResult]]:
+        """Make the optimizer steps of models behind those that are done."""
         calls = {}
         with ExitStack() as awake:
-            for role in roles:
+            for role, count in num_done.items():
                 is_actor = role == "actor"
+                columns = ["new_logprobs"] if is_actor else []
                 dump.begun.append(role)
                 awake.enter_context(self.phases.update(self.groups[role]))
                 calls[role] = start_update(
@@ -403,7 +429,8 @@ class PPOTrainer:
                     dump.step_inputs,
                     role=role,
                     texts=self.inputs.texts if is_actor else None,
-                    columns=["new_logprobs"] if is_actor else [],
+                    columns=columns if not count else None,
+                    num_done=count,
                 )
             return wait_for_all(calls)
 

@@ -51,11 +51,12 @@ def start_update(
     *,
     role: str,
     texts: SFTDataset | None,
-    columns: Sequence[str],
+    columns: Sequence[str] | None,
     num_done: int = 0,
 ) -> Callable[[], list[UpdateResult]]:
     """Begin the optimizer steps of a rollout batch behind the first `num_done`; return the function
     that waits for the notes of every share, with these columns of the loss. `texts` are mixed in.
+    Without `columns`, the call before has made the first ones, and the notes are those of both.
     """
     train = config.train
     plan = plan_updates(

@@ -24,6 +24,7 @@ STEP_FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("clip", ("ppo_clip_ratio",), "{:.1%}"),
     ("grad", ("actor_grad_norm", "grad_norm"), "{:.2g}"),
     ("lr", ("actor_lr", "lr"), "{:.2g}"),
+    ("skipped", ("num_skipped_updates",), "{:.0f}"),
     ("stale", ("staleness_mean",), "{:.2g}"),
     ("tok/s", ("tokens_per_s",), ""),
 )

@@ -20,7 +20,7 @@ from openrlhf.distributed.strategy import (
 )
 from openrlhf.distributed.train_engine import TrainEngine, parameter_groups
 from openrlhf.distributed.weights import stored_parameters
-from openrlhf.errors import CheckpointError, ConfigError, NumericsError
+from openrlhf.errors import CheckpointError, ConfigError, SkippedUpdate
 from tests.distributed.spawn import run_ranks
 from tests.helpers.gradients import full_gradients
 from tests.tiny import Payload
@@ -118,8 +118,12 @@ def run_case(options: dict, folder: Path, name: str) -> dict:
     # One rank's loss is not a number: every rank must refuse, and nothing may change.
     factor = float("nan") if strategy.is_main else 1.0
     engine.backward(loss_of(engine, samples) * factor, is_last_micro_batch=True)
-    with pytest.raises(NumericsError):
+    with pytest.raises(SkippedUpdate):
         engine.step()
+    engine.save_states(folder / f"{name}-skipped")
+    engine.num_skipped_updates = 0
+    engine.load_states(folder / f"{name}-skipped")
+    assert engine.num_skipped_updates == 1  # a run that resumes has no more to skip
     is_unchanged = all(map(torch.equal, weights, full_weights(engine)))
     engine.backward(loss_of(engine, samples), is_last_micro_batch=True)
     norm_after = engine.step()

@@ -127,7 +127,7 @@ class FakeActor:
         self.world.policy_version += 1
         [(steps, _)] = shares
         self.world.trained += [step.num_samples for step in steps]
-        return lambda: [UpdateResult(Metrics()) for _ in shares]
+        return lambda: [UpdateResult(Metrics())]
 
     def call(self, method, *args, **options):
         assert method.__name__ == PolicyModelActor.broadcast_to_vllm.__name__

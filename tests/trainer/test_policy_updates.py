@@ -542,4 +542,4 @@ def test_a_micro_batch_waits_for_no_number(tiny_model_dir: Path, tmp_path: Path)
         loss = actor._sample_loss(step, list(range(8)), notes)
         actor.engine.backward(loss, is_last_micro_batch=True)
     assert reads.count <= 1  # by Hugging Face, before the first layer
-    assert notes.problem() is None and {"kl", "policy_loss"} <= notes.metrics.values().keys()
+    assert notes.problem() is None and {"kl", "policy_loss"} <= notes.of_update.values().keys()

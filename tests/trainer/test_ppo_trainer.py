@@ -21,7 +21,7 @@ from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_state import RunState
-from openrlhf.trainer.ppo_utils.update_plan import UpdateResult
+from openrlhf.trainer.ppo_utils.update_plan import Skip, UpdateResult
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.metrics import Metrics
@@ -99,6 +99,31 @@ def test_models_with_gpus_of_their_own_are_updated_at_once(
         trainer._update(["critic", "actor"], None, dump)
     assert done == ["start critic", "start actor", "end critic", "end actor"]
     assert dump.begun == ["critic", "actor"]
+
+
+def test_updates_that_are_skipped_are_said_and_those_behind_them_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    calls: list[tuple[str, int, bool]] = []
+    skips = {("actor", 0): Skip(1, 2, "the loss is nan"), ("actor", 2): Skip(3, 0, "it is inf")}
+
+    def start_update(*args: object, role: str, num_done: int, **options: object) -> Any:
+        calls.append((role, num_done, options["columns"] is None))
+        return lambda: [UpdateResult(Metrics(), skip=skips.get((role, num_done)))] * 2
+
+    kept: list[str] = []
+    monkeypatch.setattr(ppo_trainer, "start_update", start_update)
+    trainer = make_trainer(World(), num_prompts=4, is_async=False)
+    trainer.groups = dict.fromkeys(("critic", "actor"))
+    dump = trainer.dump_of([], 7)
+    monkeypatch.setattr(dump, "keep_failed", kept.append)
+    results = trainer._update(["critic", "actor"], None, dump)
+    assert calls == [("critic", 0, False), ("actor", 0, False), ("actor", 2, True)]
+    assert results["critic"][0].skip is None and results["actor"][0].skip.done == 3
+    said = " ".join(capsys.readouterr().err.split())
+    for why in ("the loss is nan", "it is inf"):
+        assert f"step 7: an update of the actor was skipped, its weights stay: {why}." in said
+    assert kept == ["the loss is nan"]  # the first one of the run
 
 
 def test_a_run_that_is_told_to_ends_after_the_step_with_an_evaluation() -> None:

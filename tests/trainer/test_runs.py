@@ -15,6 +15,7 @@ from torch import Tensor
 
 from openrlhf import api
 from openrlhf.cli import train_dpo, train_kto, train_prm, train_rm, train_sft
+from openrlhf.errors import NumericsError
 from openrlhf.models.value_head import reward_mean_and_std
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics
@@ -135,28 +136,43 @@ def test_the_seconds_of_a_step_are_those_of_its_phases(folder: Path) -> None:
             assert sum(phases) == pytest.approx(record["timing/step_total"])
 
 
-def test_a_step_whose_gradient_is_not_finite_is_skipped_and_its_rows_are_named(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def with_bad_steps(folder: Path, run: Path, *bad: int) -> api.Result:
+    """A run whose loss is not a number in these steps."""
+
     class Broken(SFTTrainer):
         def compute_loss(self, *args: Any) -> tuple[Tensor, Metrics]:
             loss, metrics = super().compute_loss(*args)
-            return loss * (math.nan if self.global_step == 1 else 1.0), metrics
+            return loss * (math.nan if self.global_step + 1 in bad else 1.0), metrics
 
-    result = api.sft(
+    return api.sft(
         trainer=Broken,
         pretrain=str(folder / "model"),
         dataset=str(folder / "train.jsonl"),
         input_key="input",
         output_key="chosen",
         train_batch_size=32,
-        save_path=str(tmp_path / "run"),
+        save_path=str(run),
     )
-    assert [record["step"] for record in result.history] == [1, 3, 4, 5, 6]
+
+
+def test_a_step_whose_gradient_is_not_finite_is_skipped_and_its_rows_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = with_bad_steps(folder, tmp_path / "run", 2)
+    assert [record["step"] for record in result.history] == [1, 2, 3, 4, 5, 6]
+    skipped = [record.get("num_skipped_updates") for record in result.history]
+    assert skipped == [None, 1, *[None] * 4] and "gpt_loss" not in result.history[1]
     warned = capsys.readouterr().err
     assert "step 2 was skipped: its gradient is not finite (32 rows, such as " in warned
     row = int(warned.partition("train.jsonl: row ")[2].partition(",")[0])
     assert 1 <= row <= len(TRAINED)
+
+
+def test_the_third_step_in_a_row_whose_gradient_is_not_finite_ends_the_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(NumericsError, match="the gradient was not finite in 3 updates in a row"):
+        with_bad_steps(folder, tmp_path / "run", 1, 2, 4, 5, 6)
 
 
 VLLM_ENVIRONMENT = {

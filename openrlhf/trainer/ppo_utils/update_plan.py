@@ -76,6 +76,18 @@ class UpdateShare(Sequence[UpdateStep]):
 
 
 @dataclass(frozen=True)
+class Skip:
+    """An optimizer step of a rollout batch that was skipped, as all ranks agree.
+
+    Example: `Skip(done=3, left=4, why="the gradient norm is nan")`: the fourth of eight.
+    """
+
+    done: int  # optimizer steps of the batch before it
+    left: int  # behind it, which wait until `fit` is called for them
+    why: str
+
+
+@dataclass(frozen=True)
 class UpdateResult:
     """The metrics and columns that one rank returns for its optimizer steps."""
 
@@ -83,6 +95,7 @@ class UpdateResult:
     places: Sequence[int] = ()  # samples of the rollout batch, in the order of the columns
     # By name: numbers (N,) of their sampled tokens, when the loss first saw them.
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    skip: Skip | None = None  # at which the updates ended
 
 
 def seen_column(results: Sequence[UpdateResult], name: str, num_actions: Tensor) -> Tensor:

@@ -29,14 +29,14 @@ from openrlhf.distributed.collectives import all_gather_object, problem_of, toge
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.folders import Write, free_memory, nothing, write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
-from openrlhf.errors import CheckpointError, NumericsError
+from openrlhf.distributed.train_engine import SKIPPED, EvalEngine, TrainEngine
+from openrlhf.errors import CheckpointError, NumericsError, SkippedUpdate
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import image_processor_of, load_config
 from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
-from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, UpdateStep
+from openrlhf.trainer.ppo_utils.update_plan import Skip, UpdateResult, UpdateStep
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.gpus import peak_memory_gib
 from openrlhf.utils.images import ImageProcessor
@@ -193,12 +193,16 @@ class TrainedWorker(ModelWorker):
         """Bring training states back."""
         self.engine.reload_states()
 
-    def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] = ()) -> UpdateResult:
+    def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] | None = ()) -> UpdateResult:
         """Make all optimizer steps of one rollout batch on this rank's shares; return this rank's
-        metrics, and those columns of the loss that are asked for.
+        metrics, and those columns of the loss that are asked for. End at a step that is skipped; a
+        call with None for columns goes on behind it, and returns what came of both.
         """
-        self.notes = notes = Notes(columns)
-        metrics = notes.metrics
+        if columns is None:
+            self.notes.pass_skip()
+        else:
+            self.notes = Notes(columns)
+        notes, metrics = self.notes, self.notes.metrics
         self.engine.module.train()  # gradient checkpointing works in training mode only
         num_done = 0
         with self.working(f"updating the {self.title}") as advance:
@@ -210,12 +214,11 @@ class TrainedWorker(ModelWorker):
                     loss = loss_of(step, indices, notes)
                     self.engine.backward(loss, is_last_micro_batch=index == len(parts) - 1)
                     advance()
-                metrics.add(f"{self.prefix}_grad_norm", self._step(notes))
-                notes.losses.clear()
+                if why := self._step(notes):
+                    notes.skip = Skip(notes.num_updates, len(steps) - place - 1, why)
+                    break
                 notes.num_updates += 1
-                self.after_step()
                 metrics.add(f"{self.prefix}_lr", self.engine.lr, reduction="max")
-                metrics.add(f"{self.prefix}_update_ratio", self.engine.update_ratio)
         self.engine.module.eval()
         memory_gib = peak_memory_gib(self.engine.device)
         metrics.add(f"memory/{self.prefix}_gib", memory_gib, reduction="max")
@@ -225,20 +228,29 @@ class TrainedWorker(ModelWorker):
         """Return the optimizer steps that the last `fit` has made."""
         return self.notes.num_updates
 
-    def _step(self, notes: "Notes") -> float:
-        """Make an optimizer step; return the gradient norm. Where it is not finite, raise what any
-        rank found wrong with its loss, on all ranks.
+    def _step(self, notes: "Notes") -> str:
+        """Make an optimizer step. Where the gradient is not finite, skip it on all ranks and return
+        the reason, which is what any rank found wrong with its loss; raise it if too many were
+        skipped.
         """
-        failure = None
+        failure: NumericsError | None = None
         try:
             grad_norm = self.engine.step()
         except NumericsError as error:
-            grad_norm, failure = math.nan, str(error)
-        if not math.isfinite(grad_norm):
-            problems = [problem for problem in all_gather_object(notes.problem()) if problem]
-            if problems or failure:
-                raise NumericsError([*problems, failure][0])
-        return grad_norm
+            grad_norm, failure = math.nan, error
+        if math.isfinite(grad_norm):
+            notes.take_in()
+            notes.metrics.add(f"{self.prefix}_grad_norm", grad_norm)
+            notes.metrics.add(f"{self.prefix}_update_ratio", self.engine.update_ratio)
+            self.after_step()
+            return ""
+        notes.metrics.add(SKIPPED, float(self.rank == 0), reduction="sum")
+        problems = [problem for problem in all_gather_object(notes.problem()) if problem]
+        if failure is not None and not isinstance(failure, SkippedUpdate):
+            raise NumericsError("; ".join([*problems[:1], str(failure)]))
+        if not problems and failure is None:  # the loss scale of fp16 is looked for
+            notes.take_in()
+        return [*problems, str(failure or "")][0]
 
     def _cut(self, step: UpdateStep) -> list[tuple[Callable[..., Tensor], list[int]]]:
         """Return the loss of each micro-batch and the indices of its samples or texts: as many on
@@ -255,7 +267,7 @@ class TrainedWorker(ModelWorker):
     def _sample_loss(self, step: UpdateStep, indices: list[int], notes: "Notes") -> Tensor:
         own = step.experience.select(indices) if indices else step.experience.stand_in()
         experience = own.to(self.engine.device)
-        noted = notes.metrics if indices else Metrics()
+        noted = notes.of_update if indices else Metrics()
         row = experience.packed(self.image_processor).to(self.engine.device)
         loss, columns = self.compute_loss(row, experience, step, noted)
         if not indices:
@@ -268,7 +280,7 @@ class TrainedWorker(ModelWorker):
         texts = [step.texts[index] for index in indices] or [torch.zeros(2, dtype=torch.int64)]
         is_target = [torch.arange(len(token_ids)) > 0 for token_ids in texts]
         batch = PackedBatch.from_sequences(texts, is_target).to(self.engine.device)
-        noted = notes.metrics if indices else Metrics()
+        noted = notes.of_update if indices else Metrics()
         loss = self.compute_text_loss(batch, step.num_text_tokens, noted)
         return notes.checked(loss, "pre-training text") if indices else loss * 0.0
 
@@ -396,8 +408,10 @@ class Notes:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.metrics = Metrics()
+        self.metrics = Metrics()  # of the updates that were made
+        self.of_update = Metrics()  # of the one that is made
         self.num_updates = 0
+        self.skip: Skip | None = None
         self.losses: list[tuple[Tensor, str]] = []  # of the step, and of what
         self.parts: dict[str, list[Tensor]] = {name: [] for name in names}
         self.places: dict[int, None] = {}
@@ -408,6 +422,20 @@ class Notes:
             self.places |= dict.fromkeys(places)
             for name, parts in self.parts.items():
                 parts.append(columns[name].detach().float())
+
+    def take_in(self) -> None:
+        """Take in the metrics of an update that was made."""
+        self.metrics.merge(self.of_update)
+        self._forget_update()
+
+    def pass_skip(self) -> None:
+        """Go on behind the update that was skipped, without its metrics."""
+        self.num_updates, self.skip = self.num_updates + 1, None
+        self._forget_update()
+
+    def _forget_update(self) -> None:
+        self.of_update = Metrics()
+        self.losses.clear()
 
     def checked(self, loss: Tensor, what: str) -> Tensor:
         """Return the loss; one that is not finite spoils the gradient: the update is then refused
@@ -420,10 +448,10 @@ class Notes:
         """Return the words for the first loss of the step that is not finite."""
         for loss, what in self.losses:
             if not math.isfinite(loss.item()):
-                return f"the loss is {loss.item()} for {what}; weights were not changed"
+                return f"the loss is {loss.item()} for {what}"
         return None
 
     def result(self) -> UpdateResult:
         """Return everything on the CPU."""
         columns = {name: torch.cat(parts).cpu() for name, parts in self.parts.items() if parts}
-        return UpdateResult(self.metrics, tuple(self.places), columns)
+        return UpdateResult(self.metrics, tuple(self.places), columns, self.skip)
