@@ -102,6 +102,7 @@ class PPOTrainer:
         self._undone_step = 0  # its number
         self._death: Death | None = None  # of the last step that was not finished
         self._generated = Metrics()  # of these samples
+        self._kept_s: dict[int, float] = {}  # seconds of the steps of this start, by step
         self._has_skipped = False  # True once an update was, in this run
         self._sending = threading.Lock()  # held while weights are sent
         self._has_failed = False  # whether an engine did when weights were sent last
@@ -170,6 +171,7 @@ class PPOTrainer:
         if state.global_step not in evaluated:
             self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
+        self.say_goodput()
 
     def do_step(self) -> None:
         """Make a step, with the samples of one that was not finished if there are any; report,
@@ -191,6 +193,7 @@ class PPOTrainer:
             if not self.is_over:
                 state.unlogged.merge(metrics)
             return
+        self._kept_s[state.global_step] = metrics["timing/step_total"]
         self.report(state.global_step, metrics, rollouts, file)
         for callback in self.callbacks:
             callback.on_step_end(self, state.global_step, self.values_of(metrics))
@@ -239,6 +242,7 @@ class PPOTrainer:
             for engine in self.engines:
                 engine.waits_for = None
         self.tracker.rewind(self.state.global_step)
+        self._kept_s = {k: s for k, s in self._kept_s.items() if k <= self.state.global_step}
         self.broadcast_to_vllm()
         seconds, step = time.monotonic() - lost_at, self.state.global_step
         notice(f"{why.role} is up again after {seconds:.1f} s: going on behind step {step}")
@@ -266,6 +270,22 @@ class PPOTrainer:
         if name and records and num_since_best(records, name) >= most:
             notice(stopped_early(records, name))
             self.end()
+
+    @property
+    def goodput(self) -> float:
+        """Return the share of the time since the start that went into steps that were kept."""
+        return sum(self._kept_s.values()) / max(self.clock.elapsed_s, 1e-9)
+
+    def say_goodput(self) -> None:
+        """Say what losses of processes have cost, if there were any."""
+        num_losses = self.recovery.num_losses if self.recovery is not None else 0
+        if num_losses:
+            elapsed_s = self.clock.elapsed_s
+            notice(
+                f"goodput {self.goodput:.0%}: {num_losses} loss(es) of processes; "
+                f"{(1 - self.goodput) * elapsed_s:.0f} of {elapsed_s:.0f} s were not spent in "
+                "steps that were kept"
+            )
 
     def say_evaluations(self) -> None:
         """Say what was best, and warn of a policy that became worse than its best."""
@@ -649,5 +669,6 @@ class PPOTrainer:
         values["tokens_per_s"] = values["num_generated_tokens"] / values["timing/step_total"]
         values["kl_coef"] = self.state.kl_coef
         values["load_per_core"] = load_per_core()
+        values["goodput"] = self.goodput
         times = {name: v / num_steps for name, v in values.items() if name.startswith("timing/")}
         return values | times

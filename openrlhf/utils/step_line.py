@@ -46,9 +46,14 @@ class RunClock:
     first_step: int
     start_s: float = field(default_factory=time.monotonic)
 
+    @property
+    def elapsed_s(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self.start_s
+
     def words(self, step: int, total: int) -> str:
         """Return the time since the start and, at the pace since then, until the end."""
-        elapsed_s = time.monotonic() - self.start_s
+        elapsed_s = self.elapsed_s
         left_s = elapsed_s * (total - step) / max(step - self.first_step, 1)
         return f"elapsed {format_seconds(elapsed_s)} | eta {format_seconds(left_s)}"
 

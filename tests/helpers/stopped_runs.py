@@ -12,7 +12,7 @@ import pytest
 from openrlhf.distributed.checkpoints import Resumable, RunCheckpoints
 from openrlhf.distributed.collectives import shut_down
 
-CLOCKED = ("time", "timing", "token", "memory", "load_per_core")
+CLOCKED = ("time", "timing", "token", "memory", "load_per_core", "goodput")
 
 
 class Stop(BaseException):

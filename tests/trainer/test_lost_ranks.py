@@ -2,6 +2,7 @@
 end, every prompt trained on once.
 """
 
+import re
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -117,6 +118,26 @@ def losing_trainer(
     config = PPOConfig.model_validate({"ckpt": ckpt}).ckpt
     trainer.state.opened = RunCheckpoints(config, DataFacts("prompts", 32))
     return trainer, actor
+
+
+def test_steps_that_are_made_again_and_restarts_count_against_the_goodput(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    trainer, actor = losing_trainer(
+        World(train_s=0.1), tmp_path, save_steps=-1, lost_in_updates={5}
+    )
+    start_again = actor.start_again
+    actor.start_again = lambda why: (time.sleep(0.5), start_again(why))  # type: ignore[method-assign]
+    trainer.recovery = SimpleNamespace(num_losses=1)
+    trainer.fit()
+    kept_s = sum(step["timing/step_total"] for step in steps_of(trainer))
+    assert kept_s > 0.8 and steps_of(trainer)[-1]["goodput"] == pytest.approx(
+        kept_s / (kept_s + 5 * kept_s / 8 + 0.5), abs=0.2
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"goodput [3-7]\d%: 1 loss\(es\) of processes; \d+ of \d+ s were not spent", said
+    )
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -136,6 +136,7 @@ def test_engines_that_are_lost_together_count_once(monkeypatch: pytest.MonkeyPat
     never_ran = LostEngineError("vllm-0 died: The actor never ran - it was cancelled")
     assert budget.note("vllm", never_ran, who="vllm-0").startswith("restart 1 of 2")
     assert budget.note("vllm", DEAD, who="vllm-0").startswith("restart 2 of 2")
+    assert budget.num_losses == 2
     with pytest.raises(EngineError, match="It is not started again"):
         budget.note("vllm", DEAD, who="vllm-0")
 

@@ -51,6 +51,11 @@ class EngineRecovery:
         """
         self._room, self._update, self._sleeps = room, update, sleeps
 
+    @property
+    def num_losses(self) -> int:
+        """Return the losses of the run that were made good, of engines and ranks."""
+        return self._restarts.num_losses
+
     def lose(self, engine: RayEngine, why: LostEngineError) -> None:
         """Replace an engine, unless that is under way."""
         with self._lock:

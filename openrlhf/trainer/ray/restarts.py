@@ -19,6 +19,7 @@ class Restarts:
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.num_losses = 0  # of the run
         # When each event began, and whom it took.
         self._events: defaultdict[str, list[tuple[float, set[str]]]] = defaultdict(list)
         self._lock = threading.Lock()
@@ -39,6 +40,7 @@ class Restarts:
                     "hour are allowed (--max_restarts)."
                 )
             if not is_same:
+                self.num_losses += 1
                 events.append((now, set()))
             events[-1][1].add(who)
             return f"restart {len(events)} of {self.most} within an hour (--max_restarts)"
