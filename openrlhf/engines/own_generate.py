@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
-from openrlhf.utils.images import ImageProcessor, Images
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.packing import is_padded
 from openrlhf.utils.tokenizer import Tokenizer
 
@@ -222,13 +222,11 @@ def image_inputs(
     rows: Sequence[GenerationRequest], token_ids_RL: Tensor, processor: ImageProcessor | None
 ) -> dict[str, Tensor]:
     """Return the arguments of `generate` for the images of all rows, row by row."""
-    pictures = {row.images: None for row in rows if row.images}  # samples of a prompt share them
+    pictures = [picture for row in rows for picture in row.images]
     if not pictures:
         return {}
     assert processor is not None, "images need a processor"
-    found = {shared: processor.pixels(shared) for shared in pictures}
-    images = Images.concat([found[row.images] for row in rows if row.images])
-    return processor.inputs(images, token_ids_RL)
+    return processor.inputs(processor.pixels(pictures), token_ids_RL)
 
 
 @contextmanager
