@@ -1,5 +1,5 @@
 """From what a user types (files, folders, saved data sets, hub names, comma lists) to one table of
-rows, by `datasets.load_dataset`.
+rows. Parquet, Arrow and hubs are read by the datasets library; JSON and CSV here, as they stand.
 
 The library loads some damaged files as if they were whole (a byte that is not UTF-8, NaN, mixed
 types); what is wrong is found here, before any model is loaded, and named by file and line. Knows
@@ -15,7 +15,6 @@ import math
 import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -449,10 +448,10 @@ class Record(NamedTuple):
 
 
 def _load_records(path: Path) -> Dataset:
-    """Return the rows of a JSON or CSV file: as the library reads them, or else exactly, with an
-    empty one for a damaged record. Raise DataError where all are damaged, or types mixed.
+    """Return the rows of a JSON or CSV file as they stand there, with an empty one for a damaged
+    record. Raise DataError where all are damaged, or types mixed.
     """
-    columns, damaged, num_rows, is_mixed = dict[str, bool](), dict[str, Damage](), 0, False
+    columns, damaged, num_rows, is_mixed = dict[str, None](), dict[str, Damage](), 0, False
     for num_rows, record in enumerate(_records(path, columns), start=1):
         if record.problem:
             damaged[str(num_rows)] = (record.place, record.problem, record.text)
@@ -460,22 +459,11 @@ def _load_records(path: Path) -> Dataset:
     if is_mixed or len(damaged) == num_rows:
         _refuse_damaged(path, damaged, REPAIR)
         return Dataset.from_dict({})
-    is_csv, rows = path.suffix == ".csv", None
-    if not is_csv and not damaged:
-        with suppress(*_DAMAGED):  # a column that only a late row has, or of several types within
-            options = {"data_files": str(path), "split": "train", "parse_agent_traces": False}
-            rows = datasets.load_dataset("json", **options)
-    kind = Value("string") if is_csv else ExactJson()
-    features = dict.fromkeys(columns, kind) if rows is None else dict(rows.features)
-    for name, feature in features.items():
-        # The library makes times of dates.
-        is_other = any(kind in str(feature) for kind in ("timestamp", "Json("))
-        if is_other or not columns[name]:
-            features[name] = ExactJson()
-    if rows is not None and features == rows.features:
-        return rows
+    # One object of several columns would give the table, as it is cached, another fingerprint.
+    is_csv = path.suffix == ".csv"
+    features = Features({n: Value("string") if is_csv else ExactJson() for n in columns})
     version = {"path": path, "written_ns": path.stat().st_mtime_ns}  # decides where it is cached
-    rows = Dataset.from_generator(_exact_rows, features=Features(features), gen_kwargs=version)
+    rows = Dataset.from_generator(_exact_rows, features=features, gen_kwargs=version)
     _describe(rows, (str(path), num_rows, None, damaged))
     return rows
 
@@ -485,22 +473,20 @@ def _exact_rows(path: Path, written_ns: int) -> Iterator[dict[str, Any]]:
         yield {} if record.problem else record.row
 
 
-def _records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
-    """Yield the records of a file; note for each column if a table holds its values as they are."""
+def _records(path: Path, columns: dict[str, None]) -> Iterator[Record]:
+    """Yield the records of a file; note the columns."""
     return _csv_records(path, columns) if path.suffix == ".csv" else _json_records(path, columns)
 
 
-def _json_records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
+def _json_records(path: Path, columns: dict[str, None]) -> Iterator[Record]:
     """Yield the objects of JSON lines or of one JSON array."""
     kinds: dict[str, str] = {}
-    forms: dict[tuple[str, ...], object] = {}
     for record in _json_values(path):
         if not record.problem and not isinstance(record.row, dict):
             record = record._replace(problem=f"{type(record.row).__name__} instead of an object")
         if not record.problem and (mixture := _mixture_of(record.row, kinds)):
             record = record._replace(problem=mixture, is_mixed=True)
-        for name, value in record.row.items() if not record.problem else ():
-            columns[name] = columns.get(name, True) and _fits_column(value, (name,), forms)
+        columns |= {} if record.problem else dict.fromkeys(record.row)
         yield record
 
 
@@ -516,28 +502,6 @@ def _mixture_of(row: dict[str, Any], kinds: dict[str, str]) -> str:
 
 def _kind(value: object) -> str:
     return "number" if type(value) in (int, float) else type(value).__name__
-
-
-def _fits_column(
-    value: object, path: tuple[str, ...], forms: dict[tuple[str, ...], object]
-) -> bool:
-    """Return True unless a value would become another one in a column that has one type: a whole
-    number among fractions, or one of over 64 bits; an object of other keys than another, or with a
-    null, which is then told from a key that it lacks. The keys of a message may stand in any order.
-    `forms` holds types and keys by place.
-    """
-    if isinstance(value, dict):
-        is_message = len(path) == 1 and ("role" in value or "from" in value)
-        keys = sorted(value) if is_message else [*value]
-        if forms.setdefault(path, keys) != keys or None in value.values():
-            return False
-        return all(_fits_column(item, (*path, key), forms) for key, item in value.items())
-    if isinstance(value, list):
-        return all(_fits_column(item, path, forms) for item in value)
-    if type(value) not in (int, float):
-        return True
-    is_small = isinstance(value, float) or -(2**63) <= cast(int, value) < 2**63
-    return is_small and forms.setdefault(path, type(value)) is type(value)
 
 
 def _json_values(path: Path) -> Iterator[Record]:
@@ -622,7 +586,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number that can be trained on")
 
 
-def _csv_records(path: Path, columns: dict[str, bool]) -> Iterator[Record]:
+def _csv_records(path: Path, columns: dict[str, None]) -> Iterator[Record]:
     """Yield the rows of a CSV file: every cell as the text it is, an empty one as no value."""
     csv.field_size_limit(MAX_LINE_MIB * 2**20)
     taken: list[str] = []  # lines of a record
@@ -667,7 +631,7 @@ def _csv_cells(reader: Any) -> Iterator[tuple[list[str], str]]:
 
 
 def _csv_problem(
-    lines: list[str], raw: bytes, cells: list[str], columns: Mapping[str, bool], fault: str
+    lines: list[str], raw: bytes, cells: list[str], columns: Mapping[str, None], fault: str
 ) -> str:
     """Return the problem with a record of a CSV file, or nothing."""
     try:
@@ -684,7 +648,7 @@ def _csv_problem(
     return f"{len(cells)} cells, and the first line names {len(columns)} columns. {remedy}"
 
 
-def _csv_columns(path: Path, names: list[str]) -> dict[str, bool]:
+def _csv_columns(path: Path, names: list[str]) -> dict[str, None]:
     """Return the columns that the first line names; raise DataError for none or two of a name."""
     if "" in names:
         raise DataError(
@@ -693,7 +657,7 @@ def _csv_columns(path: Path, names: list[str]) -> dict[str, bool]:
         )
     if len(set(names)) < len(names):
         raise DataError(f"{path} has two columns of one name: {', '.join(names)}. Rename one.")
-    return dict.fromkeys(names, True)
+    return dict.fromkeys(names)
 
 
 def raise_bad_rows(subject: str, problems: Sequence[str], remedy: str) -> None:
