@@ -118,10 +118,6 @@ class TiledVL(VisionFamily):
     merge: int  # patches of a side that become one token
     tile: int  # pixels of a side
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self._written: dict[str, list[int]] = {}  # ids, by text
-
     def prepare(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
         if min_pixels is not None:
             raise ConfigError(
@@ -144,10 +140,7 @@ class TiledVL(VisionFamily):
     def expansion(self, processor: Any, size: Size) -> list[int]:
         tile = self.tokenizer.convert_ids_to_tokens(self.image_token_id) * self.tokens_of_tile
         text = self.text_of(processor, size, tile)
-        if text not in self._written:
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            self._written[text] = list(ids)
-        return self._written[text]
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @abstractmethod
     def text_of(self, processor: Any, size: Size, tile: str) -> str:
