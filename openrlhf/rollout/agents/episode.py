@@ -505,12 +505,12 @@ def images_of(prompt: object) -> list[Picture] | None:
     return [read_image(image) for image in (given if isinstance(given, list) else [given])]
 
 
-def read_image(value: object) -> Picture:
+def read_image(value: object, *, allow_paths: bool = True) -> Picture:
     """Return an image of user code: Pillow's, encoded bytes, a path, or base64; raises
     BadAnswerError.
     """
     try:
-        return read_picture(value)
+        return read_picture(value, allow_paths=allow_paths)
     except PictureError as error:
         raise BadAnswerError(f"an image cannot be read: {error}") from error
 

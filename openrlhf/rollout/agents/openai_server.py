@@ -28,9 +28,9 @@ from openrlhf.datasets.pictures import values_in
 from openrlhf.datasets.template_fields import REASONING
 from openrlhf.engines.base import Completion
 from openrlhf.errors import ConfigError, EngineError
-from openrlhf.rollout.agents.episode import Episode, TextCodec, sample_turn, stop_texts
+from openrlhf.rollout.agents.episode import Episode, TextCodec, read_image, sample_turn, stop_texts
 from openrlhf.utils.agent import AgentError, BadAnswerError, OpenAISession
-from openrlhf.utils.images import Picture, PictureError, read_picture
+from openrlhf.utils.images import Picture
 
 KEPT_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
 # The form that Hermes and Qwen models write: one JSON object between two marks, any number of them.
@@ -393,10 +393,7 @@ def sent_image(value: object) -> Picture:
     if not isinstance(value, str) or not value.startswith("data:"):
         shown = f"{value:.80}" if isinstance(value, str) else type(value).__name__
         raise BadAnswerError(f"an image is {shown}, not a data URL. Send data:image/png;base64,…")
-    try:
-        return read_picture(value, allow_paths=False)
-    except PictureError as error:
-        raise BadAnswerError(f"an image cannot be read: {error}") from error
+    return read_image(value, allow_paths=False)
 
 
 def checked_messages(messages: object, *, reads_images: bool = False) -> list[Message]:
@@ -422,14 +419,9 @@ def comparable(message: Mapping[str, Any]) -> Message:
     return kept
 
 
-def function_of(call: Any) -> dict[str, Any]:
-    """Return a tool call as chat templates read it; raises BadAnswerError."""
-    function = call.get("function", {}) if isinstance(call, Mapping) else {}
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = from_json(arguments or "{}")
-        except ValueError as error:
-            raise BadAnswerError(f"tool call arguments are not JSON: {error}") from error
-    named = {"name": function.get("name"), "arguments": arguments}
-    return {"type": "function", "function": named}
+def function_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call as chat templates read it."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if isinstance(arguments, str):  # as the policy's own message has them
+        arguments = from_json(arguments)
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
