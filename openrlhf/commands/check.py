@@ -220,8 +220,8 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
     gathered.problems += said
     for flag, place in config.ckpt.folders.items():
         if os.path.isdir(place) and os.access(place, os.W_OK):
-            with gathered:
-                _check_is_free(Path(place), flag)
+            with gathered, folders.holding(Path(place), flag):
+                pass
     yield gathered
     missing = [re.escape(UNNAMED)]
     missing += [
@@ -235,11 +235,6 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
     if problems := [*said, *found]:
         error = ConfigError(list(dict.fromkeys(problems)))
         raise error.in_user_code("\n".join(dict.fromkeys(gathered.user_tracebacks)))
-
-
-def _check_is_free(folder: Path, flag: str) -> None:
-    with folders.holding(folder, flag):
-        pass
 
 
 def _check_saved(config: TrainingRunConfig, samples: Any, gathered: Gathered) -> None:
