@@ -3,7 +3,7 @@ extra_logs?, ids?, models?}.
 
 Every batch is scored exactly once, by one of the servers, or ends in a RewardError. After 429, 5xx
 and broken connections it is tried again, at another server first, until its time is over. What
-comes is bounded in bytes and in time.
+comes is bounded in bytes, as sent and unpacked, and in time.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import os
 import random
 import time
 import uuid
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
@@ -35,7 +36,8 @@ MAX_IN_FLIGHT = 64  # requests for each server
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 15.0  # before the second try at a server; doubles with each
 WARN_EVERY_S = 60.0
 LEAST_TRY_S = 0.05  # for a try
-MAX_BYTES = 2**24  # of a response, unpacked
+MAX_BYTES = 2**24  # of a response, as sent and unpacked
+UNPACKS = 32 + zlib.MAX_WBITS  # gzip or deflate, by its header
 ENVELOPE = ("ids", "models", "request_id", "truncated")  # of a response, beside a function's answer
 
 
@@ -167,19 +169,19 @@ class RemoteReward(RewardSource):
     async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> Reply:
         """Return the response of a server; raise RewardError for more bytes than may be."""
         content = bytearray()
-        try:
-            async with self._client.stream("POST", url, content=body, headers=headers) as response:
-                async for piece in response.aiter_bytes():
-                    content += piece
-                    if len(content) > MAX_BYTES:
-                        most = MAX_BYTES // 2**20
-                        told = f"the answer is larger than {most} MiB. Send rewards alone."
-                        raise RewardError(f"{url}: {told}")
-        except httpx.DecodingError as error:
-            raise RewardError(
-                f"{url}: the answer is compressed, and not as gzip: {error}. Send it as it is."
-            ) from error
-        return Reply(response.status_code, bytes(content), response.headers)
+        async with self._client.stream("POST", url, content=body, headers=headers) as response:
+            async for piece in response.aiter_raw():
+                content += piece
+                if len(content) > MAX_BYTES:
+                    break
+        unpacked = bytes(content)
+        is_packed = response.headers.get("content-encoding", "identity") != "identity"
+        if is_packed and len(content) <= MAX_BYTES:
+            unpacked = _unpacked(url, unpacked)
+        if len(unpacked) > MAX_BYTES:
+            most = MAX_BYTES // 2**20
+            raise RewardError(f"{url}: the answer is larger than {most} MiB. Send rewards alone.")
+        return Reply(response.status_code, unpacked, response.headers)
 
 
 def _host_of(url: str) -> str:
@@ -190,6 +192,16 @@ def _host_of(url: str) -> str:
             "Type http://host:port/get_reward, several with commas between."
         )
     return parts.hostname
+
+
+def _unpacked(url: str, content: bytes) -> bytes:
+    """Return the unpacked bytes of a response, at most one more than may be."""
+    try:
+        return zlib.decompressobj(UNPACKS).decompress(content, MAX_BYTES + 1)
+    except zlib.error as error:
+        raise RewardError(
+            f"{url}: the answer is compressed, and not as gzip: {error}. Send it as it is."
+        ) from error
 
 
 def body_of(batch: RewardBatch) -> bytes:
