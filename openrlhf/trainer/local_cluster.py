@@ -1,9 +1,9 @@
 """The groups and engines of a run, and how they are started in this process."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,18 @@ MAX_NUM_SEQS = 256  # that a worker of an engine on a CPU samples at once: vLLM'
 SEED_STRIDE = 1_000_003  # between the seeds of engines that start at one step and at the next
 
 
+class Recovery(Protocol):
+    """Starts new engines in place of lost ones."""
+
+    def prepare(self, room: AbstractContextManager[object], update: Callable[[Any], None]) -> None:
+        """Have `update` send weights to each new engine before it is used; `room` is held while an
+        engine takes its devices.
+        """
+
+    def close(self) -> None:
+        """End all engines; start none any more."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The processes of a run, which wait for their models."""
@@ -30,7 +42,7 @@ class Cluster:
     policy_dtype: torch.dtype
     groups: Mapping[str, WorkerGroup]  # by role
     engines: Sequence[RolloutEngine]  # none when the policy generates itself
-    recovery: Any = None  # the EngineRecovery of engines in other processes
+    recovery: Recovery | None = None  # of engines in other processes
 
     @property
     def updates_side_by_side(self) -> bool:
