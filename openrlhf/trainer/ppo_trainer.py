@@ -102,6 +102,8 @@ class PPOTrainer:
         self._undone_step = 0  # its number
         self._death: Death | None = None  # of the last step that was not finished
         self._generated = Metrics()  # of these samples
+        # The state of the prompts before; None: they come again by their ledger.
+        self._drawn_from: dict[str, Any] | None = None
         self._kept_s: dict[int, float] = {}  # seconds of the steps of this start, by step
         self._has_skipped = False  # True once an update was, in this run
         self._sending = threading.Lock()  # held while weights are sent
@@ -186,7 +188,10 @@ class PPOTrainer:
             metrics.merge(self._generated)
             if rollouts := self._undone:
                 state.global_step += 1
-                experience = self.train_step(rollouts, state.global_step, metrics)
+                try:
+                    experience = self.train_step(rollouts, state.global_step, metrics)
+                except stopping.Left:  # before any weights were changed
+                    self.leave_step()
                 self._undone = []
                 file = self.write_samples(rollouts, experience, metrics)
         if not rollouts:  # no prompt had a signal, or a reward
@@ -326,6 +331,13 @@ class PPOTrainer:
                 raise
             self.stop()
 
+    def leave_step(self) -> NoReturn:
+        """End the run with the state before the step under way, whose prompts come again."""
+        self.state.global_step -= 1
+        if self._drawn_from is not None:
+            self.sampler.load_state_dict(self._drawn_from)
+        self.stop()
+
     def stop(self) -> NoReturn:
         """Save and end the run because the user asked for it."""
         if self.recovery is not None:  # no save waits for an engine to start
@@ -335,6 +347,8 @@ class PPOTrainer:
                 if engine.is_up:
                     engine.call(VLLMEngine.shutdown)
         self.phases.engines.clear()
+        for role in self.groups.keys() - self.state.groups.keys():
+            self.groups[role].close()  # one that starts again may hold the devices
         self.end_save()
         with self.phases.training():
             saved, outcome = self.state.opened.save_last(self.state)
@@ -345,7 +359,7 @@ class PPOTrainer:
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Return the scored rollouts of a step; with dynamic sampling, groups with a signal."""
         rollouts, sampling = self.rollouts, self.inputs.sampling
-        before = self.sampler.state_dict()
+        before = self._drawn_from = self.sampler.state_dict()
         try:
             with self.phases.rollout():
                 stream = rollouts.open_stream(sampling)

@@ -26,6 +26,10 @@ class Interrupted(KeyboardInterrupt):
     """The end of a run that was asked to stop; the message says what was saved and how to go on."""
 
 
+class Left(KeyboardInterrupt):
+    """A part of a loop was left because the process was asked to stop; the loop ends by itself."""
+
+
 class _Listener:
     """Signals of this process, which reach the main thread only."""
 
@@ -147,12 +151,21 @@ def patiently(grace_s: float) -> Iterator[None]:
 
 @contextmanager
 def leavable() -> Iterator[None]:
-    """Let a part of such a block be left: raise KeyboardInterrupt there when it is asked."""
+    """Let a part of such a block be left: raise Left there when it is asked. Signals reach the main
+    thread only: another one is not left.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     if _listener.asked_at is not None:
-        raise KeyboardInterrupt
+        raise Left
     _listener.is_leavable = True
     try:
         yield
+    except KeyboardInterrupt:  # Ray's waits pass on this class alone
+        if _listener.is_overdue:
+            raise
+        raise Left from None
     finally:
         _listener.is_leavable = False
 

@@ -120,6 +120,24 @@ def test_ctrl_c_while_an_engine_starts_saves_without_waiting_for_it(
     saved_step(error, tmp_path / "ckpt")
 
 
+def test_ctrl_c_while_the_reference_starts_again_saves_without_waiting_for_it(
+    given: dict, tmp_path: Path
+) -> None:
+    flags = FLAGS.format(episodes=2000) + "--vllm_num_engines 1"
+    flags = flags.replace("--init_kl_coef 0 ", "--init_kl_coef 0.01 ")
+    words = argv(flags, **given, train_batch_size="16", ckpt_path=tmp_path / "ckpt")
+    with started([sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *words]) as process:
+        wait_for_a_step(tmp_path / "run", process)
+        [reference] = workers("ReferenceModelActor", of=process.pid)
+        reference.kill()
+        time.sleep(3)  # another one starts, and takes twice as long
+        asked_at = time.monotonic()
+        error = interrupt(process, signal.SIGINT)
+    assert process.returncode == 130 and "ref is started again" in error, error[-3000:]
+    assert time.monotonic() - asked_at < 30
+    saved_step(error, tmp_path / "ckpt")
+
+
 def test_sigterm_while_the_policy_itself_generates_ends_with_code_130(
     given: dict, tmp_path: Path
 ) -> None:

@@ -216,7 +216,7 @@ def make_trainer(
         ),
         SimpleNamespace(  # type: ignore[arg-type]
             groups=groups,
-            engines=[SimpleNamespace(is_up=True)],
+            engines=[SimpleNamespace(is_up=True, call=lambda *_: None)],
             policy_dtype=policy_dtype,
             recovery=None,
             updates_side_by_side=False,

@@ -2,15 +2,20 @@
 end, every prompt trained on once.
 """
 
+import os
 import re
+import signal
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from openrlhf.commands.replay import read_step
 from openrlhf.commands.train_rl import fit_and_export, init_models, phases_of
@@ -222,6 +227,80 @@ def test_a_run_that_is_asked_to_stop_does_not_start_lost_ranks_again(
     assert actor.num_starts == 0
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_a_run_that_is_asked_to_stop_while_a_frozen_model_starts_again_saves_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool, asks_first: bool
+) -> None:
+    """`asks_first`: before the rank is lost."""
+
+    class Reference:
+        num_shares, num_calls, is_closed = 1, 0, False
+
+        def start(self, method: Any, shares: Any) -> Any:
+            [(share,)] = shares
+            self.num_calls += 1
+
+            def wait() -> list[Any]:
+                if self.num_calls == 3:
+                    if asks_first:
+                        os.kill(os.getpid(), signal.SIGINT)
+                    raise lost("ref")
+                return [torch.zeros(int(share.num_actions.sum()))]
+
+            return wait
+
+        def start_again(self, why: LostRankError) -> None:
+            assert not asks_first
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)  # until it is left
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    trainer, actor = losing_trainer(World(), tmp_path, save_steps=100, is_async=is_async)
+    trainer.groups["ref"] = reference = Reference()
+    method = ReferenceModelActor.compute_logprobs
+    trainer.forwards = {"ref_logprobs": partial(start_forward, reference, method)}
+    begun_at = time.monotonic()
+    monkeypatch.setattr(stopping, "_listener", stopping._listener)  # the next test was not asked
+    with (
+        stopping.listening(),
+        pytest.raises(stopping.Interrupted, match=f"step 2 is done, it was saved in {tmp_path}"),
+    ):
+        fit_and_export(trainer, lambda: None, 60.0)
+    assert time.monotonic() - begun_at < 30 and reference.is_closed
+    assert actor.world.policy_version == 2
+    saved = trainer.state.opened.last()
+    assert saved.step == 2
+    ledger = saved.state["run"]["sampler"]["ledger"]
+    assert ledger["outcomes"] == {"trained": 8}
+    assert ledger["num_drawn"] == 8 + len(ledger["pending"]) and bool(ledger["pending"]) == is_async
+
+
+def test_a_run_that_is_asked_to_stop_ends_a_reward_model_that_holds_the_devices(
+    tmp_path: Path,
+) -> None:
+    trainer, _ = losing_trainer(World(), tmp_path, save_steps=100)
+    trainer.fit()
+    closed, turn = threading.Event(), threading.RLock()
+
+    def start_again() -> None:
+        with turn:
+            holding.set()
+            closed.wait(60)
+
+    holding = threading.Event()
+    threading.Thread(target=start_again, daemon=True).start()
+    holding.wait(60)
+    trainer.phases.turn = turn
+    trainer.groups["reward"] = SimpleNamespace(close=closed.set)
+    begun_at = time.monotonic()
+    with pytest.raises(stopping.Interrupted, match="it was saved in "):
+        trainer.stop()
+    assert time.monotonic() - begun_at < 30
+
+
 def test_a_run_that_was_to_end_behind_a_step_that_is_made_again_goes_on(tmp_path: Path) -> None:
     trainer, _ = losing_trainer(World(), tmp_path, save_steps=2, is_async=True, lost_in_saves={6})
     ended: list[int] = []
@@ -413,6 +492,27 @@ def test_a_start_in_place_of_lost_ranks_that_fails_is_made_again_as_often_as_is_
     faults.append(NoRestartError("ref rank 0 was on a node that is gone"))
     with pytest.raises(NoRestartError):
         starting.start_again()
+
+
+def test_ranks_that_are_started_while_the_run_ends_are_ended(
+    starting: launcher.RayActorGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[object] = []
+    new = SimpleNamespace()
+
+    def make() -> SimpleNamespace:
+        starting.close()
+        return new
+
+    def join() -> None:
+        raise lost("ref")
+
+    monkeypatch.setattr(launcher.ray, "kill", killed.append)
+    monkeypatch.setattr(starting, "_make", [make])
+    monkeypatch.setattr(starting, "join", join)
+    with pytest.raises(EngineError, match="the run has ended, nothing starts again"):
+        starting.start_again(lost("ref"))
+    assert killed[-1] is new
 
 
 def test_a_group_that_does_not_start_again_is_named_until_it_has(

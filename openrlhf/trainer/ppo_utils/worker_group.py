@@ -11,6 +11,7 @@ from torch import Tensor
 from openrlhf.errors import LostRankError, OpenRLHFError
 from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
+from openrlhf.utils import stopping
 from openrlhf.utils.threads import release_cores
 
 Pending = Callable[[], list[Any]]
@@ -50,6 +51,9 @@ class WorkerGroup:
         its parameter count. Raise EngineError where that is not to be.
         """
         raise AssertionError("ranks in this process are lost with it")
+
+    def close(self) -> None:
+        """End all ranks; start none again. Those in this process end with it."""
 
     def divide(self, method: Callable[..., Any], items: Sequence[Any]) -> list[Any]:
         """Call `method` with a part of the items on each share; return the results of all items, in
@@ -99,7 +103,8 @@ def start_forward(
             except LostRankError as why:
                 if why.role in TRAINED_ROLES:
                     raise
-                group.start_again(why)
+                with stopping.leavable():  # no weights have changed in this step
+                    group.start_again(why)
                 pending = start()
 
     return wait

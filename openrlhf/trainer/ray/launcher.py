@@ -312,6 +312,8 @@ class RayActorGroup(WorkerGroup):
             self.kill()
             self.nodes, self.ended = [], {}
             self.handles = [make() for make in self._make]
+            if self.is_closed:  # meanwhile
+                self.kill()
             try:
                 with saying_what_is_awaited(f"{self.role} to start again: see {self.logs}*"):
                     size = self._load_again()
