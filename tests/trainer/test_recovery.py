@@ -1,5 +1,6 @@
 """New engines in place of lost ones: started, given the weights, then used; as often as allowed."""
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -120,6 +121,36 @@ def test_beyond_the_restarts_of_an_hour_the_run_ends(monkeypatch: pytest.MonkeyP
         budget.note("vllm", DEAD)
     now[0] = 3700
     assert budget.note("vllm", DEAD).startswith("restart 2 of 2")
+
+
+def test_the_prompts_that_every_lost_engine_was_at_work_on_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
+    engine, _, _ = started(most=2)
+    engine.requests = ["step1/7", "step1/18", "step1/20/0/1"]
+    for number in range(2):
+        now[0] += 100
+        engine.lose(DEAD)
+        wait_until(lambda: engine.is_up)
+        engine.requests = [f"step{number + 2}/18", "step2/9", "step2/20"]
+    now[0] += 100
+    engine.lose(DEAD)
+    with pytest.raises(
+        EngineError, match=r"\(--max_restarts\)\. Each .* at work on row\(s\) 18, 20\.$"
+    ):
+        wait_until(lambda: engine.is_up and False)
+
+
+def test_an_engine_knows_the_requests_that_it_is_at_work_on() -> None:
+    class Asked(RayEngine):
+        async def _sample(self, request: Any) -> Any:
+            return [*self.requests]
+
+    engine = Asked("vllm-0", handle=object())
+    assert asyncio.run(engine.sample(SimpleNamespace(request_id="step1/7"))) == ["step1/7"]  # type: ignore[arg-type]
+    assert engine.requests == []
 
 
 def test_engines_that_are_lost_together_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -62,7 +62,9 @@ class EngineRecovery:
             if self._is_closed or engine.is_lost:
                 return
             engine.is_lost = True
-        replace = partial(self._replace, engine, why)
+        # A request is named "<step>/<row>"; the name of an agent's goes on behind it.
+        rows = {row for name in [*engine.requests] for row in name.split("/")[1:2]}
+        replace = partial(self._replace, engine, why, rows)
         self._threads.append(start_thread(f"new {engine.name}", replace, engine.give_up))
 
     def close(self) -> None:
@@ -75,11 +77,12 @@ class EngineRecovery:
         for thread in self._threads:
             thread.join(CLOSE_S)
 
-    def _replace(self, engine: RayEngine, why: EngineError) -> None:
+    def _replace(self, engine: RayEngine, why: EngineError, rows: Set[str]) -> None:
         lost_at = time.monotonic()
         engine.kill()  # whoever waits for one that hangs may hold the room for the next
         while not self._is_closed:
-            count = self._restarts.note("vllm", why, who=engine.name)
+            count = self._restarts.note("vllm", why, who=engine.name, rows=rows)
+            rows = frozenset()  # of one that does not start
             warn(f"{why}; a new one starts in its place: {count}.")
             try:
                 with self._room:

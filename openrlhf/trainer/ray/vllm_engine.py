@@ -89,10 +89,12 @@ class RayEngine:
     )
     # While it is lost: the rank that is to be started again before it can have weights.
     waits_for: LostRankError | None = field(default=None, compare=False)
+    requests: list[str] = field(default_factory=list, compare=False)  # in flight, by name
     _failure: BaseException | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"make": None, "place": None, "on_lost": None, "waits_for": None}
+        own = {"make": None, "place": None, "on_lost": None, "waits_for": None, "requests": []}
+        return vars(self) | own
 
     @property
     def who(self) -> str:
@@ -167,6 +169,13 @@ class RayEngine:
     async def sample(self, request: GenerationRequest) -> list[Completion]:
         if not self.is_up:
             raise LostEngineError(f"{self.who} is not up")
+        self.requests.append(request.request_id)
+        try:
+            return await self._sample(request)
+        finally:
+            self.requests.remove(request.request_id)
+
+    async def _sample(self, request: GenerationRequest) -> list[Completion]:
         actor = self.handle
         reference = actor.sample.remote(request)
         answer = asyncio.wrap_future(reference.future())
