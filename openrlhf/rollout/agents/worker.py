@@ -165,7 +165,8 @@ class Worker:
         finally:
             episode.close()
             acting.cancel()
-            acting.add_done_callback(look_at)
+            # Read its error in any case: asyncio would log one that nobody waits for.
+            acting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             self._num_episodes -= 1
             if not self._num_episodes:  # nobody is left for whom it could be
                 outside.close()
@@ -211,12 +212,6 @@ class Worker:
         for result in [running[name]] if name in running else list(running.values()):
             if not result.done():
                 result.set_exception(error)
-
-
-def look_at(task: asyncio.Future[object]) -> None:
-    """Take the error of a task that nobody waits for, so that asyncio does not log it."""
-    if not task.cancelled():
-        task.exception()
 
 
 def load_agent(path: str | Path) -> tuple[Any, Any]:
