@@ -246,10 +246,10 @@ def on_main(work: Callable[[], Thing]) -> Thing:
     return broadcast_object(together(lambda: work() if is_main() else None))  # type: ignore[return-value]
 
 
-def barrier(group: dist.ProcessGroup | None = None) -> None:
+def barrier() -> None:
     """Wait for every rank."""
-    if world_size(group) > 1:
-        dist.barrier(group)
+    if world_size() > 1:
+        dist.barrier()
 
 
 @contextmanager

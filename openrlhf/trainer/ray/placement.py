@@ -29,6 +29,7 @@ from openrlhf.utils.progress import Quiet
 from openrlhf.utils.threads import waiting_of_threads
 
 LOOK_EVERY_S = 2.0
+FREE_S = 8  # for devices to be free
 # On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
 CPU_SHARE_OF_A_RANK = 0.01
 COLOCATED_SHARE = 0.2  # of a GPU, for each of the models that share it; less for more than five
@@ -68,7 +69,6 @@ def place(
     cluster: ClusterView,
     *,
     num_roles_at_once: int = 1,
-    deadline_s: int = 8,
 ) -> tuple[dict[str, list[dict[str, Any]]], list[PlacementGroup]]:
     """Return the options of the actors of every role, one a rank, and the groups they lie in. The
     processes of `num_roles_at_once` roles share the cores of their node.
@@ -81,11 +81,11 @@ def place(
         pool: placement_group([bundle] * size, strategy="PACK")
         for pool, size in pool_sizes(demands).items()
     }
-    if not all(group.wait(deadline_s) for group in groups.values()):
+    if not all(group.wait(FREE_S) for group in groups.values()):
         for group in groups.values():
             remove_placement_group(group)
         raise ConfigError(
-            f"The cluster did not free the devices in {deadline_s} s: another job holds them. "
+            f"The cluster did not free the devices in {FREE_S} s: another job holds them. "
             "Wait for it, end it (`ray status` shows what is in use), or ask for fewer ranks.\n"
             f"{demand_table(demands, cluster)}"
         )
