@@ -27,7 +27,7 @@ from transformers import (
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.utils.images import ImageProcessor
-from openrlhf.utils.packing import is_padded
+from openrlhf.utils.packing import base_model_of, is_padded
 from openrlhf.utils.tokenizer import Tokenizer
 
 MAX_NUM_ROWS = 256
@@ -234,7 +234,7 @@ def generating(model: Any) -> Iterator[Any]:
     """Yield the model inside its adapters, in evaluation mode, without gradients, with attention
     that takes masks.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model_of(model)
     was_training, settings = model.training, base.generation_config
     attention = attention_of(base.config)
     model.eval()
