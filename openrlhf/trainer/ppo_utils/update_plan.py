@@ -152,14 +152,9 @@ def update_shares(experience: Experience, plan: Sequence[PlannedStep]) -> Iterat
 
 def _totals(step: PlannedStep, rank: int) -> dict[str, Any]:
     """Return the fields of a rank's UpdateStep beside its samples."""
-    return {
-        "num_tokens": step.num_tokens,
-        "num_samples": step.num_samples,
-        "num_steps": step.num_steps,
-        "kl_coef": step.kl_coef,
-        "texts": step.texts[rank] if step.texts else (),
-        "num_text_tokens": step.num_text_tokens,
-    }
+    own = vars(step) | {"texts": step.texts[rank] if step.texts else ()}
+    del own["members"]
+    return own
 
 
 def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs: int) -> int:
