@@ -150,7 +150,7 @@ def test_an_engine_knows_the_requests_that_it_is_at_work_on() -> None:
 
     engine = Asked("vllm-0", handle=object())
     assert asyncio.run(engine.sample(SimpleNamespace(request_id="step1/7"))) == ["step1/7"]  # type: ignore[arg-type]
-    assert engine.requests == []
+    assert engine.requests == set()
 
 
 def test_engines_that_are_lost_together_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,11 +89,11 @@ class RayEngine:
     )
     # While it is lost: the rank that is to be started again before it can have weights.
     waits_for: LostRankError | None = field(default=None, compare=False)
-    requests: list[str] = field(default_factory=list, compare=False)  # in flight, by name
+    requests: set[str] = field(default_factory=set, compare=False)  # in flight, by name
     _failure: BaseException | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"make": None, "place": None, "on_lost": None, "waits_for": None, "requests": []}
+        own = {"make": None, "place": None, "on_lost": None, "waits_for": None, "requests": set()}
         return vars(self) | own
 
     @property
@@ -169,7 +169,7 @@ class RayEngine:
     async def sample(self, request: GenerationRequest) -> list[Completion]:
         if not self.is_up:
             raise LostEngineError(f"{self.who} is not up")
-        self.requests.append(request.request_id)
+        self.requests.add(request.request_id)
         try:
             return await self._sample(request)
         finally:
