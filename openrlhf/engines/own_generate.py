@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Cache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -199,6 +200,7 @@ def sample_rows(
         logits_processor=LogitsProcessorList([choose]),
         stopping_criteria=StoppingCriteriaList(texts),
         synced_gpus=False,
+        **shared_prompts(model, rows, token_ids_RL, is_token_RL),
         **image_inputs(rows, token_ids_RL, processor),
     )[:, width:]
     logprobs = torch.stack(choose.logprobs, dim=1).tolist()
@@ -216,6 +218,32 @@ def sample_rows(
             )
         )
     return completions
+
+
+def shared_prompts(
+    model: Any, rows: Sequence[GenerationRequest], token_ids_RL: Tensor, is_token_RL: Tensor
+) -> dict[str, Cache]:
+    """Return the argument of `generate` that holds keys and values of all but the last token of the
+    prompts. A prompt of several rows is read once; with one row for each, or images, `generate`
+    reads them itself.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    for k, row in enumerate(rows):
+        first.setdefault(tuple(row.prompt_token_ids), k)
+    if len(first) == len(rows) or min(map(len, first)) == 1 or any(row.images for row in rows):
+        return {}
+    distinct = list(first.values())
+    cache = model.generate(
+        token_ids_RL[distinct, :-1],
+        attention_mask=is_token_RL[distinct, :-1].long(),
+        max_new_tokens=1,
+        return_dict_in_generate=True,
+        synced_gpus=False,
+    ).past_key_values
+    place = {prompt: k for k, prompt in enumerate(first)}
+    places = [place[tuple(row.prompt_token_ids)] for row in rows]
+    cache.reorder_cache(torch.tensor(places, device=token_ids_RL.device))
+    return {"past_key_values": cache}
 
 
 def image_inputs(
@@ -255,7 +283,7 @@ def generating(model: Any) -> Iterator[Any]:
 
 def contiguous(_head: object, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the arguments of a head without gaps in memory."""
-    return tuple(tensor.contiguous() for tensor in states)
+    return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in states)
 
 
 def attention_of(config: PretrainedConfig) -> dict[str, str]:

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.weights import exported_parameters, hf_model_of
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.packing import PackedBatch
@@ -31,7 +32,7 @@ def counted(mode: CommDebugMode) -> dict[str, int]:
 
 
 def walk(model_dir: str, stage: int, dtype: str) -> dict[str, object]:
-    """Make a step and a checkpoint as this rank of the world."""
+    """Make a step, a checkpoint and an export as this rank of the world."""
     strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=stage, param_dtype=dtype))
     strategy.setup()
     model = Actor(load_causal_lm(Path(model_dir)))
@@ -45,9 +46,13 @@ def walk(model_dir: str, stage: int, dtype: str) -> dict[str, object]:
         engine.save_states(Path(folder))
         [file] = Path(folder).glob("*.pt")
         content = torch.load(file)
+    with CommDebugMode() as export:
+        shapes = {n: [*t.shape] for n, t in exported_parameters(hf_model_of(engine.module))}
     return {
         "step": counted(step),
         "save": counted(save),
+        "export": counted(export),
+        "shapes": shapes,
         "file": file.name,
         "held": {name: [part["start"], part["fp32"].numel()] for name, part in content.items()},
         "states": sum(part["exp_avg"].numel() for part in content.values()),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 pytestmark = pytest.mark.slow
 WORLDS = (8, 64, 512)
@@ -22,7 +23,7 @@ def walked(model: Path, stage: int, world: int, rank: int) -> dict[str, Any]:
 
 
 def test_a_step_takes_as_many_collectives_on_512_ranks_as_on_8(tiny_model_dir: Path) -> None:
-    for stage in (2, 3):
+    for stage in (1, 2, 3):
         steps = [walked(tiny_model_dir, stage, world, 0) for world in WORLDS]
         assert steps[0]["step"] == steps[1]["step"] == steps[2]["step"]
         assert steps[0]["save"] == steps[2]["save"] == {"allgather": 2}
@@ -42,3 +43,12 @@ def test_a_rank_holds_its_part_of_the_optimizer_and_writes_it_under_its_number(
     # ZeRO-3 cuts every parameter, so a rank's parts are rounded up one by one.
     of_three = walked(tiny_model_dir, 3, 512, 0)
     assert of_three["states"] <= of_three["whole"] / 512 + len(of_three["held"])
+
+
+def test_an_export_has_every_parameter_whole_on_any_number_of_ranks(tiny_model_dir: Path) -> None:
+    with safe_open(tiny_model_dir / "model.safetensors", "pt") as file:
+        shapes = {name: [*file.get_slice(name).get_shape()] for name in file.keys()}  # noqa: SIM118
+    for stage in (1, 2, 3):
+        found = [walked(tiny_model_dir, stage, world, 0) for world in WORLDS]
+        assert [each["shapes"] for each in found] == [shapes] * len(WORLDS)
+        assert found[0]["export"] == found[1]["export"] == found[2]["export"]

@@ -107,11 +107,24 @@ RAGGED = [tuple(range(10, 10 + n)) for n in (1, 30, 7, 64, 2, 19, 5, 40)]
 )
 def test_ragged_prompts_decode_greedily_as_alone(tmp_path, architecture, overrides):
     model = load(make_model(tmp_path, architecture, **overrides))
-    requests = [request(p, temperature=0.0, max_new_tokens=12) for p in RAGGED[:5]]
-    answers = OwnGenerate(model, max_num_rows=3).generate(requests)
-    for prompt, [answer] in zip(RAGGED, answers, strict=False):
-        assert answer.token_ids == greedy(model, 12, prompt)
-        assert largest_gap(model, prompt, answer, 1.0) < 1e-4
+    alone = [request(p, temperature=0.0, max_new_tokens=12) for p in RAGGED[:5]]
+    twice = [request(p, temperature=0.0, max_new_tokens=12, num_samples=2) for p in RAGGED[:5]]
+    for requests in (alone, twice):
+        found = OwnGenerate(model, max_num_rows=3).generate(requests)
+        for prompt, answers in zip(RAGGED, found, strict=False):
+            for answer in answers:
+                assert answer.token_ids == greedy(model, 12, prompt)
+                assert largest_gap(model, prompt, answer, 1.0) < 1e-4
+
+
+def test_samples_of_a_prompt_read_it_once(model):
+    read = []
+    embeddings = model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda _m, tokens, _out: read.append(tokens[0].numel()))
+    requests = [request(PROMPT, num_samples=6, max_new_tokens=5) for _ in range(2)]
+    OwnGenerate(model).generate(requests)
+    hook.remove()
+    assert read[0] == len(PROMPT) - 1 and set(read[1:]) == {12}
 
 
 def test_a_seed_repeats_itself_in_any_company(model):
