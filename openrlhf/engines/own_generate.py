@@ -34,6 +34,7 @@ from openrlhf.utils.tokenizer import Tokenizer
 MAX_NUM_ROWS = 256
 STREAM_SEEDS = 2**40  # seeds of a stream; those of the next begin behind them
 PAD = 0  # masked wherever it stands
+BLOCK = 256  # tokens of a vocabulary that are summed up
 # Attention that takes masks; "eager" is there for a reason.
 KEPT_ATTENTION = ("eager", "sdpa", "openrlhf_packed")
 
@@ -132,13 +133,31 @@ class ChooseTokens(LogitsProcessor):
             tokens_R1 = scores.argmax(-1, keepdim=True)
         else:
             kept_RV = self.cuts(input_ids, logprobs_RV)
-            cumulative_RV = kept_RV.exp().cumsum(-1, dtype=torch.float64)
-            uniform_R = self.uniform_RT[:, len(self.logprobs)]
-            threshold_R1 = (uniform_R * cumulative_RV[:, -1])[:, None]
-            tokens_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
-            tokens_R1 = tokens_R1.clamp_max(scores.size(-1) - 1)
+            tokens_R1 = tokens_at(self.uniform_RT[:, len(self.logprobs)], kept_RV.exp())
         self.logprobs.append(logprobs_RV.gather(-1, tokens_R1).squeeze(-1))
         return torch.full_like(scores, -math.inf).scatter_(1, tokens_R1, 0.0)
+
+
+def tokens_at(share_R: Tensor, weights_RV: Tensor) -> Tensor:
+    """Return the first tokens at which the sum of the weights passes these shares of all of it,
+    (R, 1). Sums of blocks tell the block first: a sum over a whole vocabulary takes as long as a
+    small model's step.
+    """
+    sums_RB = torch.stack([b.sum(-1, dtype=torch.float64) for b in weights_RV.split(BLOCK, -1)], -1)
+    ends_RB = sums_RB.cumsum(-1)
+    target_R1 = share_R[:, None] * ends_RB[:, -1:]
+    block_R1 = torch.searchsorted(ends_RB, target_R1, right=True).clamp_max(sums_RB.size(1) - 1)
+    token_RS = block_R1 * BLOCK + torch.arange(BLOCK, device=weights_RV.device)
+    is_there_RS = token_RS < weights_RV.size(1)
+    inside_RS = weights_RV.gather(1, token_RS.where(is_there_RS, 0)).double() * is_there_RS
+    cumulative_RS = inside_RS.cumsum(-1)
+    before_R1 = (ends_RB - sums_RB).gather(1, block_R1)
+    # Both sums of a block may differ by a rounding: a token without weight is never taken.
+    below_R1 = cumulative_RS[:, -1:].nextafter(torch.zeros_like(before_R1))
+    place_R1 = torch.searchsorted(
+        cumulative_RS, (target_R1 - before_R1).minimum(below_R1), right=True
+    )
+    return token_RS.gather(1, place_R1)
 
 
 class StopTexts(StoppingCriteria):

@@ -177,9 +177,9 @@ def one_query_attention(
     q_Bh1D: Tensor, k_BkSD: Tensor, v_BkSD: Tensor, is_seen: Tensor, scale: float | None
 ) -> Tensor:
     """Return the attention of the next token of each row under a mask that holds for all heads ->
-    (B, h, 1, D). Grouped queries are rows of one product, in fp32: on a CPU SDPA takes four to seven
-    times as long in 16 bits (torch 2.13, 48 to 300 keys), and it copies keys for each query of a
-    group elsewhere.
+    (B, h, 1, D). Grouped queries are rows of one product, in fp32: on a CPU SDPA takes four to
+    seven times as long in 16 bits (torch 2.13, 48 to 300 keys), and elsewhere it copies keys for
+    each query of a group.
     """
     upcast = torch.promote_types(q_Bh1D.dtype, torch.float32)
     q_BkGD = q_Bh1D.unflatten(1, (k_BkSD.size(1), -1)).squeeze(3).to(upcast)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.engines.own_generate import OwnGenerate, tokens_at
 from tests.engines.helpers import PROMPT, greedy, largest_gap, load, request
 from tests.tiny import make_model
 
@@ -143,3 +143,16 @@ def test_a_frozen_head_is_not_copied_for_every_row(model):
     model.requires_grad_(True)
     operators = {event.key for event in found.key_averages()}
     assert "aten::mm" in operators and "aten::bmm" not in operators
+
+
+def test_a_token_is_drawn_as_by_the_whole_sum_and_never_one_without_weight():
+    draw = torch.Generator().manual_seed(0)
+    for size in (7, 256, 1000):
+        weights = torch.rand(64, size, generator=draw)
+        weights[:, 3:5] = 0
+        share = torch.rand(64, dtype=torch.float64, generator=draw)
+        share[:2] = torch.tensor([0.0, 1.0]).double().nextafter(torch.tensor(0.5).double())
+        whole = weights.cumsum(-1, dtype=torch.float64)
+        wanted = torch.searchsorted(whole, share[:, None] * whole[:, -1:], right=True)
+        found = tokens_at(share, weights)
+        assert torch.equal(found, wanted) and bool((weights.gather(1, found) > 0).all())
