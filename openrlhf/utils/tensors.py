@@ -31,14 +31,19 @@ class Checksum(NamedTuple):
     bit_sum: int  # those of parts of whole words add up to that of the tensor
 
 
-def both_sums(tensor: Tensor) -> Tensor:
-    """Return the sums of a Checksum, (2,) int64, on the tensor's device: no one waits for them.
-    They take one pass over the tensor, about as fast as a copy.
+def checksum(tensor: Tensor) -> Checksum:
+    """Return both sums after one pass over the tensor; about as fast as a copy.
 
     The fingerprint is the sum of b_i * m_i: b_i is the sum of a block of BLOCK words, or a single
     word among the last ones, m_i an odd multiplier of its own. A single changed word always changes
     it, and so do blocks that change places.
     """
+    [found] = read_sums([both_sums(tensor)])
+    return found
+
+
+def both_sums(tensor: Tensor) -> Tensor:
+    """Return the sums of `checksum`, (2,) int64, on the tensor's device: no one waits for them."""
     words = _words(tensor)
     num_blocks = max(len(words) - BLOCK, 0) // BLOCK
     blocks, rest = words[: num_blocks * BLOCK].view(-1, BLOCK), words[num_blocks * BLOCK :]
@@ -56,7 +61,7 @@ def read_sums(sums: Sequence[Tensor]) -> list[Checksum]:
 
 def fingerprint(tensor: Tensor) -> int:
     """Return a 64-bit checksum of the raw bits that depends on their order."""
-    return read_sums([both_sums(tensor)])[0].fingerprint
+    return checksum(tensor).fingerprint
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
