@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # SmolLM2-135M-Instruct learns when to use a calculator: SFT on 400 dialogues, half of which do, then
 # GRPO on episodes that are paid for the right sum of two numbers of three or four digits.
-#   OUT=runs/results/calculator   where everything is written       SEED=0   STEPS=30
+#   OUT=runs/results/calculator   where everything is written       SEED=0   STEPS=15
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 OUT=${OUT:-runs/results/calculator}
-STEPS=${STEPS:-30}
+STEPS=${STEPS:-15}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 test -e models/smollm2-135m/README.md || make real-model
@@ -26,7 +26,7 @@ python -m openrlhf.cli.main ppo-local \
     --train_batch_size 128 --micro_train_batch_size 32 \
     --prompt_max_len 64 --generate_max_len 96 --temperature 1.0 --vllm_num_engines 0 \
     --actor_learning_rate 2e-5 --lr_scheduler cosine_with_min_lr --lr_warmup_ratio 0.05 \
-    --eval_dataset "$OUT/held_out.jsonl" --eval_steps 10 --eval_n_samples_per_prompt 1 \
+    --eval_dataset "$OUT/held_out.jsonl" --eval_steps 5 --eval_n_samples_per_prompt 1 \
     --seed "${SEED:-0}" --save_path "$OUT/rl" ${ARGS:-}
 
 python -m openrlhf.cli.report "$OUT/rl"

@@ -61,3 +61,25 @@ def test_the_script_of_the_offline_methods_trains_and_compares_them(tmp_path: Pa
     for name in ("sft", "dpo", "kto", "boxed"):
         assert (tmp_path / name / "model.safetensors").exists()
         assert f"/{name}" in said.rpartition("pass@1")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_script_of_the_calculator_trains_an_agent_that_calls_it(tmp_path: Path) -> None:
+    env = os.environ | {"OUT": str(tmp_path), "STEPS": "2", "ARGS": "--eval_steps -1"}
+    said = run_command("bash", RESULTS / "calculator.sh", env=env, timeout=850)
+    assert "| What is 6411 + 6990? | 13401 | `" in said and "result: " in said
+    records = read_metrics(tmp_path / "rl" / "metrics.jsonl")
+    calls = [record["extra/calls"] for record in records if "extra/calls" in record]
+    assert len(calls) == 2 and min(calls) > 0.2  # as half of the dialogues do
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_script_of_reasoning_gym_trains_the_real_model_on_its_tasks(tmp_path: Path) -> None:
+    sizes = {"TASK": "products", "STEPS": "1", "ARGS": "--eval_steps -1"}
+    env = os.environ | sizes | {"OUT": str(tmp_path)}
+    said = run_command("bash", RESULTS / "gym.sh", env=env, timeout=850)
+    assert "| Solve the following multiplication: " in said
+    found = [r for r in read_metrics(tmp_path / "rl" / "metrics.jsonl") if "score" in r]
+    assert len(found) == 1
