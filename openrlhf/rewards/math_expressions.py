@@ -54,17 +54,29 @@ UNWORKED = re.compile(
     r"(?![-+(\s]*[\d.,]+[)\s]*$)[\d\s.,+\-*/()]+$|.*(?:[\w)}\]!]\s*(?:[+\-*]|\\(?:times|cdot|div|ast|pm|mp)(?![A-Za-z]))"
     r"|\\(?:sum|int|prod|lim|gcd|lcm|max|min|det)(?![A-Za-z]))"
 )
-CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)")
+CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?\s*(?:([ap])m)?", re.IGNORECASE)
 CHAIN = re.compile(r"(?:(?<![<>!:])=|\\(?:approx|equiv)(?![A-Za-z]))(?![^{}]*\})")
 HUGE = re.compile(r"\^\s*\{?\s*[+-]?\d{6}|(?:\^\{[^{}]*){3}|\d{6}\s*!|!\s*!|phantom")
+# What is no product of letters: 10 to 15, 5 R 2.
+WORDS = re.compile(
+    r"(?<![\\A-Za-z])(?:to|by|of|from|with)(?![A-Za-z])"
+    rf"|(?<![\w^{{.])[\d.]+\s*(?!(?:x|and|or|{FUNCTIONS})\b)[A-Za-z]+\s+\d"
+)
+QUANTITIES = re.compile(rf"(?:{NUMERAL}\s*[a-z]+\.?\s*){{2,}}")
 INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 IMPLIES = re.compile(r"\\(?:implies|iff|to|Rightarrow|rightarrow)(?![A-Za-z])|[=-]>|[→⇒]")
 BASE = re.compile(r"(?<=\d)_\s*(?:\{\s*(\d+)\s*\}|(\d+))$")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
+RATIO = re.compile(rf"{NUMERAL}(?:\s*:\s*{NUMERAL}){{2,}}")
+BUILDER = re.compile(
+    r"^\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|\||:)"
+    r"\s*([^{}]*(?:[<>]|\\(?:[lg]e|ne)(?![A-Za-z])).*)\\\}$"
+)
 MEMBER = re.compile(r"^(?:[A-Za-z]\s*\\in|\([A-Za-z,\s]+\)\s*=)\s*(?=[\[({\\])")
-MONEY = re.compile(r"([-+]?)\s*(?:(?:US)?\$|([€£¥₹]|Rs\b)\.?|USD\b)\s*(?=[\d.])")
-CURRENCIES = {"": "dollar", "€": "euro", "£": "pound", "¥": "yuan", "₹": "rupee", "Rs": "rupee"}
+MONEY = re.compile(r"([-+]?)\s*(?:(?:US)?\$|([€£¥₹₩₽₺₫₪₱]|Rs\b)\.?|USD\b)\s*(?=[\d.])")
+MONEY_BEHIND = re.compile(r"(?<=\d)\s*([€£¥₹₩₽₺₫₪₱])$")
+CURRENCIES = {"": "dollar", "€": "euro", "£": "lb", "¥": "yuan", "₹": "rupee", "Rs": "rupee"}
 UNIT = re.compile(
     r"(?:(?<=[\s\d)}°/·]))(?:(?<![^\W\d_])(?<!\\)(?:[^\W\d_]+|°\s*[CF]?)(?:\s*\^\s*\{?-?\d\}?)?[\s/·.]*)+$"
 )
@@ -77,7 +89,7 @@ GLUED_PRODUCT = re.compile(
     r"(?<![^\W\d_])(?!(?:of|an|sq|cu|fl|st|nd|rd|th|am|pm)(?![a-z]))(?:[a-z]{2}|[b-df-hj-np-tv-z]{2,}|[a-dghxyz]{2,})(?![^\W\d_])"
 )
 NO_UNIT = re.compile(
-    rf"\b(?:{FUNCTIONS}|or|and|not|is|are|more|less|at|if|when|to|than|maybe|x|in|infty|le|ge)\b"
+    rf"\b(?:{FUNCTIONS}|or|and|not|is|are|more|less|at|if|when|to|than|maybe|x|infty|le|ge)\b|\bin\b(?!\s*(?:\^|$))"
 )
 UNIT_NAMES = {
     "m": "meter metre",
@@ -98,6 +110,7 @@ UNIT_NAMES = {
     "deg": "° degree",
     "unit": "",
     "dollar": "usd buck",
+    "euro": "eur",
     "yuan": "元 rmb",
     "rupee": "rs inr",
     "yr": "year",
@@ -111,6 +124,7 @@ OTHER_UNITS += " hp nm qt fps bps"
 CANONICAL = {name: unit for unit, names in UNIT_NAMES.items() for name in [unit, *names.split()]}
 CANONICAL |= {unit: unit for unit in OTHER_UNITS.split()}
 UNIT_WORDS = "|".join(sorted(CANONICAL, key=len, reverse=True))
+CANONICAL["in"] = "inch"  # no unit in a sentence
 
 
 class Number(NamedTuple):
@@ -130,8 +144,9 @@ def same_mathematics(given: str, wanted: str) -> bool:
     given, wanted = _ungrouped(given), _ungrouped(wanted)
     if BLANK.sub("", given) == BLANK.sub("", wanted):
         return bool(given)
-    if CLOCK.match(given) and CLOCK.match(wanted):
-        return bool(_minutes(given) & _minutes(wanted))
+    times = CLOCK.fullmatch(given), CLOCK.fullmatch(wanted)
+    if times[0] and times[1] and all(time[2] or time[3] for time in times):
+        return _same_time(times[0], times[1])
     given, wanted = _like(given, wanted), _like(wanted, given)
     # Who asks for x^2 + y^2 = 5 does not ask for 5.
     if CHAIN.search(wanted) and re.search(r"[+*/^-]", CHAIN.split(wanted)[0]):
@@ -145,6 +160,10 @@ def _same(given: str, wanted: str) -> bool:
     wanted, wanted_unit = _parted(wanted)
     if unit and wanted_unit and unit != wanted_unit:
         return False
+    if (quantities := _quantities(given)) and (others := _quantities(wanted)):
+        return quantities == others
+    if RATIO.fullmatch(given) or RATIO.fullmatch(wanted):
+        return _shares(given) == _shares(wanted)
     number, target = _number(given), _number(wanted)
     if number and target:
         return _same_number(number, target)
@@ -166,6 +185,23 @@ def _same(given: str, wanted: str) -> bool:
         return False
 
 
+def _quantities(text: str) -> list[tuple[str, Fraction]]:
+    """Return unit and number of each part of 5 ft 3 in or 3 boys and 5 girls, in the order of the
+    units; none of another text.
+    """
+    text = re.sub(r"\band\b|,", " ", text.lower())
+    if not QUANTITIES.fullmatch(text.strip()):
+        return []
+    units = (_canonical(found) for found in re.finditer("[a-z]+", text))
+    return sorted(zip(units, map(Fraction, re.findall(NUMERAL, text)), strict=True))
+
+
+def _shares(text: str) -> list[Fraction]:
+    """Return the parts of a ratio, 3:2:1 or 6:4:2, which add up to 1; none of another text."""
+    parts = [Fraction(part) for part in text.split(":")] if RATIO.fullmatch(text) else []
+    return [part / (sum(parts) or 1) for part in parts]
+
+
 def _ungrouped(text: str) -> str:
     """Return 12345 for 12,345 and for 12 345, but not within brackets: (1,234) is a pair."""
     text = text.replace("$$", "$")
@@ -174,14 +210,23 @@ def _ungrouped(text: str) -> str:
     text = text.strip(" ;:,*\"'").rstrip(" .;:,*")
     if re.fullmatch(r"\{[^{}]*\}", text):
         text = f"\\{text[:-1]}\\}}" if "," in text else text[1:-1]
-    if re.search(r"[(\[{]\s*[^()\[\]{}]*,", text):
-        return text
+    if "," not in text:
+        text = text.replace(";", ",")  # (-\infty; 3]
+    if re.search(r"(?:[(\[]|\\\{)\s*[^()\[\]{}]*,", text):
+        return re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<![\w.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])", _undotted, text)
     return GROUPED.sub(lambda found: re.sub("[ ,]", "", found[0]), text).strip()
 
 
+def _undotted(found: re.Match[str]) -> str:
+    return found[0].replace(".", "")
+
+
 def _like(text: str, other: str) -> str:
-    """Return a list without brackets in those of the other side; `x \\in` is left out."""
-    text, other = MEMBER.sub("", text), MEMBER.sub("", other)
+    """Return a list without brackets in those of the other side, and the condition of a set;
+    `x \\in` is left out.
+    """
+    text, other = (MEMBER.sub("", BUILDER.sub(r"\1", side)) for side in (text, other))
     is_tuple, is_set = re.fullmatch(r"\(.*,.*\)", other), re.fullmatch(r"\\\{.*,.*\\\}", other)
     if (is_tuple or is_set) and "," in text and not re.search(r"[()\[\]]|\\\{", text):
         return f"({text})" if is_tuple else f"\\{{{text}\\}}"
@@ -220,26 +265,33 @@ def _evaluated(text: str) -> Any | None:
         return None
 
 
-def _minutes(text: str) -> set[int]:
+def _same_time(a: re.Match[str], b: re.Match[str]) -> bool:
+    if not (a[3] or b[3]):
+        return (int(a[1]), a[2]) == (int(b[1]), b[2])
+    return bool(_minutes(a) & _minutes(b))
+
+
+def _minutes(time: re.Match[str]) -> set[int]:
     """Return the minutes since midnight that a time may be: 2:30 is in the morning or not."""
-    hours, minutes = (int(part) for part in CLOCK.findall(text)[0])
-    half = re.search(r"\d\s*([ap])m", text, re.IGNORECASE)
-    if half:
-        return {(hours % 12 + 12 * (half[1] in "pP")) * 60 + minutes}
+    hours, minutes = int(time[1]), int(time[2] or 0)
+    if time[3]:
+        return {(hours % 12 + 12 * (time[3] in "pP")) * 60 + minutes}
     return {hours * 60 + minutes} | ({(hours % 12 + 12) * 60 + minutes} if hours <= 12 else set())
 
 
 def _parted(text: str) -> tuple[str, str]:
     """Return a value and its unit: dollar of $5, m^2 of 5 square metres, or none."""
     if money := MONEY.match(text):
-        return money[1] + text[money.end() :], CURRENCIES[money[2] or ""]
+        return money[1] + text[money.end() :], CURRENCIES.get(money[2] or "", money[2])
+    if money := MONEY_BEHIND.search(text):
+        return text[: money.start()], CURRENCIES.get(money[1], money[1])
     if base := BASE.search(text):
         return text[: base.start()], f"base {base[1] or base[2]}"
     found = UNIT.search(text)
     value = text[: found.start()] if found else ""
     if not found or not re.search(r"\d|pi", value) or OPERATOR.search(value):
         return text, ""
-    unit = found[0].strip(" .")
+    unit = re.sub(r"^of (?:an?|the) (?=[a-z]{2})", "", found[0].strip(" ."))
     # 5 m is a length, 5m, 5 x and x + 5 m are products.
     letters = set(VARIABLE.findall(unit))
     is_glued = value[-1] != " "
@@ -335,7 +387,7 @@ def _constant(expression: Any) -> Number | None:
 SIGNS: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(pattern), latex)
     for pattern, latex in [
-        (r"[€£¥₹]", ""),
+        (r"[€£¥₹₩₽₺₫₪₱]", ""),
         (r"(?<![\w.\\])(\d+)\s+(\d+)\s*/\s*(\d+)", r"(\1+\\frac{\2}{\3})"),
         (rf"(?<![\w.\\])({NUMERAL})[eE]([+-]?\d+)(?!\w)", r"\1\\times 10^{\2}"),
         (r"\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -360,6 +412,8 @@ SIGNS: list[tuple[re.Pattern[str], Any]] = [
 @lru_cache(maxsize=4096)
 def _read(text: str) -> Any | None:
     """Return the expression of sympy that a text is, or None."""
+    if WORDS.search(text):
+        return None
     union = re.search(r"\bor\b", text)
     for pattern, latex in SIGNS:
         text = pattern.sub(latex, text)

@@ -31,7 +31,7 @@ LETTERS = re.compile(
     r"\W*\(?[A-J]\)?(?:(?:\s*[,&]\s*(?:and\s+)?|\s+and\s+)\(?[A-J]\)?)*[^\w'^]*|(?=..)A?B?C?D?E?F?G?H?I?J?"
 )
 LABELLED = re.compile(
-    r"\W*(?:(?i:option|choice|answer)\W+)?\(?([A-J])(?:\s*[).:]|\s+(?=[\d$\\]))(.+)"
+    r"\W*(?:(?i:option|choice|answer)\W+)?\(?([A-J])(?:\s*[).:]|\s+(?=[\d$]|\\frac|\\sqrt))(.+)"
 )
 NAME = re.compile(r"(?:[A-Z]\. ){2,}[A-Z][a-z]|(?:[A-Z]\.){2,} ?[A-Z][a-z]")  # J. K. Rowling
 INITIALS = re.compile(r"\b(?:[A-Z]\.\s*)+(?=[A-Za-z][a-z])")
@@ -39,14 +39,19 @@ LAST_LABEL = "E"  # of most lists of choices
 VERDICT = re.compile(r"\b(?:is|the|right|correct|true|best|answer|choice|option)\b")
 DENIED = re.compile(
     r"(?:\b(?:not|cannot|never|except|neither)\b|n['’]t\b|\b(?:rather|other) than\b|\binstead of\b"
+    r"|\bnicht\b|\bkeine?\b|\bpas\b|\bno es\b|\bnon è\b|\bне\b"
     r"|不是|\\(?:ne|neg|lnot|not)(?![A-Za-z])|¬).*?(?=\bbut\b|[,;]|\.(?!\d)|$)",
     re.IGNORECASE,
 )
-WRONG = re.compile(r"\b(?:wrong|incorrect)\b|错", re.IGNORECASE)
+WRONG = re.compile(
+    r"\b(?:wrong|incorrect)\b|错|(?:では|じゃ)(?:な|あり)|아니|아닙|ليس", re.IGNORECASE
+)
 REASON = re.compile(
     r",?\s*\b(?:because|since|where|which|if|when|given|whether)\b.*", re.IGNORECASE
 )
-HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|either)\b|或", re.IGNORECASE)
+HEDGE = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly|either|oder|ou|или)\b|或|または|또는", re.IGNORECASE
+)
 VERB = re.compile(
     r".*(?:\b(?:is|are|was|be|equals|choose|pick|so|thus|hence|therefore)\b|[:=]),?", re.IGNORECASE
 )
@@ -63,7 +68,8 @@ TRIVIA = re.compile(r"\b(?:the|an?) |[$\"'“”‘’().!?*{}]")
 PROSE = re.compile(
     rf"(?<![\\A-Za-z{{\d])(?!(?:{FUNCTIONS}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}['’]?[a-z]*(?:\^\{{?\d\}}?)?"
     r"|[=-]>|[→⇒∴•]|\\(?:implies|to|Rightarrow|rightarrow|therefore)(?![A-Za-z])"
-    r"|(?<=\s)[aAI](?= [A-Za-z]{2})|[\u3400-\u9fff]+|[?\"“”]|:(?!\d)|\.(?!\d)"
+    r"|(?<=\s)[aAI](?= [A-Za-z]{2})|(?:(?=[\u00c0-\u024f\u0400-\uffff])[^\W\d_])+"
+    r"|[?\"“”]|:(?!\d)|\.(?!\d)"
 )
 UNIT_AFTER = re.compile(
     rf"\s*(?:(?:{UNIT_WORDS})s?(?:\^\{{?\d\}}?)?(?:\s*/\s*[a-z]+|\s+per\s+[a-z]+)?|[ap]m)(?![A-Za-z])",
@@ -235,6 +241,7 @@ def _same_words(given: str, truth: str) -> bool:
     """Compare the items of two texts; those that the truth joins by `and` have no order."""
     texts = [INITIAL.sub(r"\1", text.casefold()) for text in (given, truth)]
     texts = [re.sub(r" *([-/]) *", r"\1", TRIVIA.sub("", text)) for text in texts]
+    texts = [re.sub(r"(\d)(?:st|nd|rd|th)\b", r"\1", text) for text in texts]
     items, wanted = ([" ".join(item.split()) for item in ITEM_END.split(text)] for text in texts)
     return items == wanted or (" and " in truth and sorted(items) == sorted(wanted))
 

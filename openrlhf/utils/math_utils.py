@@ -6,12 +6,15 @@ from typing import Any
 
 BOX = re.compile(r"\\+(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 BOX_COMMAND = re.compile(r"\\+(?:boxed|fbox)\s*(?=\{)")
-BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)?[\s$,;]*")
+BETWEEN_BOXES = re.compile(
+    r"[\s$,;]*(?:\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)?(?:[\s$,;]|perhaps|maybe)*"
+    r"(?:[A-Za-z](?:_\w|_\{\w+\})?\s*=\s*)?"
+)
 MAX_TAIL = 2000  # characters at the end of a text in which its conclusion is looked for
-END_TOKEN = re.compile(r"<\|[\w-]+\|>\s*$|</s>\s*$")
+END_TOKEN = re.compile(r"(?:<[|｜][\w▁-]+[|｜]>|</s>|<eos>|<end_of_turn>)\s*$")
 EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(-])|`|(?<!\w)__?|__?(?![\w{])")
 BARE_BOX = re.compile(r"\\boxed\s*(\d+|[A-Z])(?!\w)")
-DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$|\\begin\{(\w+)\}.*?\\end\{\1\}", re.DOTALL)
+DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$|\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
 ANNOUNCED = re.compile(
     r"####(?!#)|<answer>|答案(?:应该|应)?(?:是|为)?|故?选择?(?=[\s:：(（]*[A-J])|答(?=[:：])"
     r"|\b(?:answers?|solutions?)\b(?:(?!not\b|n['’]t)[^.\n:=]|\.\d){0,60}?(?:\bis\b|\bare\b|\bbe\b|[:：=]|\n)",
@@ -24,14 +27,33 @@ SENTENCE = re.compile(  # which does not end within J. K. Rowling or (B) A. Linc
 )
 
 # Signs that mathematics writes in many ways.
-VULGAR, SUPER, SUB = re.compile("[¼-¾⅐-⅞]"), re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), re.compile("[₀-₉]+")
-SIGNS = {"−": "-", "–": "-", "⁄": "/", "∕": "/", "。": ".", "、": ",", "∶": ":", "≈": r"\approx "}
-SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt "}
+VULGAR, SUPER, SUB = (
+    re.compile("[¼-¾⅐-⅞]|[⁰¹²³⁴-⁹]+⁄[₀-₉]+"),
+    re.compile("[⁰¹²³⁴-⁹⁺⁻]+"),
+    re.compile("[₀-₉]+"),
+)
+SIGNS = {
+    "−": "-",
+    "–": "-",
+    "‐": "-",
+    "¢": " cents",
+    "⁄": "/",
+    "∕": "/",
+    "。": ".",
+    "、": ",",
+    "∶": ":",
+    "≈": r"\approx ",
+}
+SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi "}
 SIGNS |= {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∪": r"\cup "}
 SIGNS |= {"∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ", "’": "'"}
+# What NFKC makes other signs of.
+LOST = {ord(c): rf"\mathbb{{{unicodedata.normalize('NFKC', c)}}}" for c in "ℂℕℚℝℤ"}
+LOST |= {ord("º"): "°", ord("˚"): "°"}
 FUNCTIONS = "sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|pi"
 TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|[br]m)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|[br]m|boldsymbol|pmb|underline)"
+    r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 # Words before and after a number that make another number of it.
 POWERS = {"tenth": -1, "hundredth": -2, "thousandth": -3, "millionth": -6}
@@ -69,16 +91,27 @@ PLAIN = [
     (re.compile(pattern), plain)
     for pattern, plain in [
         (r"<<[^<>\n]*>>", ""),  # GSM8K's calculations
+        (r"\\(?:begin|end)\{(?:align|aligned|gather|gathered|split|equation)\*?\}", ""),
+        (r"(?:\\\\)?\s*&\s*=", "="),
+        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:Large|large|LARGE|huge|rm|bf)(?![A-Za-z{])", ""),
+        (r"(?:√|\\?(?<![A-Za-z])sqrt)\s*(\d[\d.]*\d|\d)", r"\\sqrt{\1}"),
+        (r"√", r"\\sqrt "),
+        (r"\\sqrt\s*\[(\d+)\]\s*(\d+)", r"\\sqrt[\1]{\2}"),
+        (r"∛\s*(\d+)", r"\\sqrt[3]{\1}"),
+        (r"\\pounds(?![A-Za-z])", "£"),
         (r"\{,\}(?=\d{3}(?!\d))", ","),
         (r"\{,\}", "."),
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|!)(?![A-Za-z])\.?", ""),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\(?:[dtcs]|nice)frac(?![A-Za-z])", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}", r"\\binom{\1}{\2}"),
         (r"(?<!\\)\\(?:(?:q?quad|enspace|thinspace)(?![A-Za-z])|[,;: ])|~", " "),
         (r"(?<!\\)\\[()\[\]]", " "),
         (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", "°"),
         (r"\\([%$#&])", r"\1"),
         (r"\\([lg])eq(?:slant)?(?![A-Za-z])", r"\\\1e "),
         (r"\\neq(?![A-Za-z])|!=|\\not\s*=", r"\\ne "),
+        (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\{:\}", ":"),
@@ -86,7 +119,7 @@ PLAIN = [
         (r">=", r"\\ge "),
         (r"\*\*", "^"),
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
-        (r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty "),
+        (r"(?<![\\A-Za-z])[Ii]nfinity(?![A-Za-z])", r"\\infty "),
         (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset "),
         (r"\b([ap])\.\s?m\.?(?![A-Za-z])", r"\1m"),
         (r"\s+", " "),
@@ -161,9 +194,15 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
     return ", ".join(contents)
 
 
+def _vulgar(found: re.Match[str]) -> str:
+    top, bottom = unicodedata.normalize("NFKC", found[0]).split("⁄")
+    return f"\\frac{{{top}}}{{{bottom}}}"
+
+
 def plain_math(text: str) -> str:
     """Return a text with one form for each sign: no layout commands, no Unicode of mathematics."""
-    text = VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    text = text.translate(LOST)
+    text = VULGAR.sub(_vulgar, text)
     text = SUPER.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
     text = SUB.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}", text)
     text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "So") or c == "°")
