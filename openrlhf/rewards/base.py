@@ -9,6 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from numbers import Real
+from reprlib import Repr
 from typing import Any
 
 from openrlhf.errors import RewardError
@@ -17,6 +20,10 @@ from openrlhf.utils.threads import LoopThread
 from openrlhf.utils.user_code import as_float32
 
 MAX_NAMES_SHOWN = 3
+SHORT = Repr()  # of what a source returned, for a message
+SHORT.maxstring = SHORT.maxother = 120
+SHORT.maxlist = 12
+short = SHORT.repr
 PER_SAMPLE = (
     *("queries", "prompts", "responses", "labels"),
     *("sample_ids", "source_prompts", "response_ids", "images"),
@@ -184,11 +191,11 @@ def checked_result(
     fields = answer if isinstance(answer, Mapping) else {"rewards": answer}
     unread = [str(key) for key in fields if key not in KEYS]
     for key in unread:
-        [meant] = difflib.get_close_matches(key.lower(), KEYS, 1, NEARLY) or [key]
-        if meant not in fields:
-            raise RewardError(f"{source}: the answer has the key {key!r}. Write {meant!r}.")
+        for meant in difflib.get_close_matches(key.lower(), KEYS, 1, NEARLY):
+            if meant not in fields:
+                raise RewardError(f"{source}: the answer has the key {key!r}. Write {meant!r}.")
     if "rewards" not in fields:
-        names = sorted(map(str, fields))
+        names = short(sorted(map(str, fields)))
         raise RewardError(f"{source}: the answer has no 'rewards'; it has {names}")
     scores = fields.get("scores")
     numbers = optional_numbers if may_lack else _numbers
@@ -196,18 +203,18 @@ def checked_result(
         rewards=[*numbers(fields["rewards"], f"{source}: rewards", batch)],
         scores=None if scores is None else numbers(scores, f"{source}: scores", batch),
         extra_logs={
-            str(name): _log_numbers(values, f"{source}: extra_logs[{name!r}]", batch)
+            str(name): _log_numbers(values, f"{source}: extra_logs[{short(name)}]", batch)
             for name, values in _columns(fields, "extra_logs", source).items()
         },
         extra_columns={
             str(name): [
                 v if v is None or isinstance(v, str | int | float) else str(v)
-                for v in _one_per_sample(values, f"{source}: extra_columns[{name!r}]", batch)
+                for v in _one_per_sample(values, f"{source}: extra_columns[{short(name)}]", batch)
             ]
             for name, values in _columns(fields, "extra_columns", source).items()
         },
         parts={
-            str(name): optional_numbers(values, f"{source}: parts[{name!r}]", batch)
+            str(name): optional_numbers(values, f"{source}: parts[{short(name)}]", batch)
             for name, values in _columns(fields, "parts", source).items()
         },
         unread=unread,
@@ -227,12 +234,13 @@ def optional_numbers(values: object, name: str, batch: RewardBatch) -> list[floa
     """
     numbers: list[float | None] = []
     for index, value in enumerate(_one_per_sample(values, name, batch)):
-        where = f"{name} of {batch.name_of(index)} is {value!r}"
-        if value is not None and not isinstance(value, int | float):
-            raise RewardError(f"{where}, not a number")
+        where = f"{name} of {batch.name_of(index)} is"
+        if value is not None and not isinstance(value, Real | Decimal):
+            raise RewardError(f"{where} {short(value)}, not a number")
         number = None if value is None else as_float32(value)
         if number is not None and not math.isfinite(number):
-            raise RewardError(f"{where}, not a finite float32")
+            told = value if isinstance(value, float) else number  # an int may have a million digits
+            raise RewardError(f"{where} {told!r}, not a finite float32")
         numbers.append(number)
     return numbers
 

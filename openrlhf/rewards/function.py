@@ -8,6 +8,7 @@ extra_info)` of one row, or of lists. Several are added up. Each may be `async d
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -83,6 +84,10 @@ class UserFunctions:
             raise ConfigError(
                 f"{self.files}: two reward functions have the same name: {', '.join(self.names)}. "
                 "Rename one."
+            )
+        if odd := [part for part in parts if not math.isfinite(part.weight)]:
+            raise ConfigError(
+                f"{self.files}: {odd[0].name} has the weight {odd[0].weight}. Give a finite one."
             )
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -283,13 +288,19 @@ def _source_file(function: RewardFunction) -> str:
 
 
 def _weights(module: ModuleType, path: str, num_functions: int) -> list[float]:
-    weights = getattr(module, WEIGHTS_NAME, [1.0] * num_functions)
+    given = getattr(module, WEIGHTS_NAME, [1.0] * num_functions)
+    try:
+        weights = [float(weight) for weight in given]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: {WEIGHTS_NAME} is no list of numbers: {given!r:.{MAX_SHOWN}}."
+        ) from error
     if len(weights) != num_functions:
         raise ConfigError(
             f"{path}: {WEIGHTS_NAME} has {len(weights)} numbers for {num_functions} functions. "
             "Give one for each."
         )
-    return [float(weight) for weight in weights]
+    return weights
 
 
 def _arguments(

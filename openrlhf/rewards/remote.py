@@ -175,7 +175,8 @@ class RemoteReward(RewardSource):
                 if len(content) > MAX_BYTES:
                     break
         unpacked = bytes(content)
-        is_packed = response.headers.get("content-encoding", "identity") != "identity"
+        encoding = response.headers.get("content-encoding", "").lower()
+        is_packed = encoding not in ("", "identity")
         if is_packed and len(content) <= MAX_BYTES:
             unpacked = _unpacked(url, unpacked)
         if len(unpacked) > MAX_BYTES:
@@ -217,9 +218,11 @@ def result_of(reply: Reply, batch: RewardBatch, server: Server) -> RewardResult:
     """Return the rewards in a response; raises RewardError for any other."""
     url, content, names = server.url, reply.content, batch.names()
     if target := reply.headers.get("location", "") if 300 <= reply.status < 400 else "":
+        with suppress(ValueError):  # no address
+            target = urljoin(url, target)
         raise RewardError(
             f"{url}: answered {reply.status} for {names}: it redirects to "
-            f"{urljoin(url, target)!r:.{MAX_TEXT_SHOWN}}. Type that address as --remote_rm_url."
+            f"{target!r:.{MAX_TEXT_SHOWN}}. Type that address as --remote_rm_url."
         )
     if reply.status != 200:
         status = reply.status

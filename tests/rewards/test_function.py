@@ -43,7 +43,8 @@ def answering(tmp_path, expression: str) -> UserFunctions:
 
 @pytest.mark.parametrize(
     "rewards", ["[0.0, 1]", "(0.0, 1.0)", "torch.tensor([0, 1])", "numpy.array([0.0, 1.0])",
-                "[torch.tensor(0.0), numpy.float32(1)]", "[False, True]"]
+                "[torch.tensor(0.0), numpy.float32(1)]", "[False, True]",
+                "[__import__('decimal').Decimal(0), __import__('fractions').Fraction(1)]"]
 )  # fmt: skip
 def test_lists_arrays_and_tensors_become_float32(tmp_path, rewards):
     result = answering(tmp_path, f"dict(rewards={rewards})").answer(batch_of(2))
@@ -57,7 +58,8 @@ def test_lists_arrays_and_tensors_become_float32(tmp_path, rewards):
         ("[1.0, float('nan')]", "rewards of sample 0/1/0 is nan"),
         ("[float('inf'), 1.0]", "rewards of sample 0/0/0 is inf"),
         ("[1.0, 1e39]", "sample 0/1/0 is 1e.39, not a finite float32"),
-        ("[1.0, 10**400]", "sample 0/1/0 is 1000.*not a finite float32"),
+        ("[1.0, 10**5000]", "sample 0/1/0 is inf, not a finite float32"),
+        ("[1.0, 'x' * 10**6]", r"sample 0/1/0 is 'x+\.\.\.x+', not a number$"),
         ("[1.0, None]", "rewards of sample 0/1/0 is None, not a number"),
         ("[1.0, 'high']", "rewards of sample 0/1/0 is 'high', not a number"),
         ("[1.0]", "rewards has 1 values for 2 samples"),
@@ -113,6 +115,9 @@ def test_batches_may_log_different_things():
             "def f(**columns): ...\nreward_funcs = [f]\nreward_weights = [1, 2]",
             "has 2 numbers for 1",
         ),
+        ("def reward_func(): ...\nreward_weights = 0.5", "is no list of numbers: 0.5"),
+        ("def reward_func(): ...\nreward_weights = ['a']", r"is no list of numbers: \['a'\]"),
+        ("def reward_func(): ...\nreward_weights = [float('nan')]", "has the weight nan"),
     ],
 )
 def test_a_file_without_a_usable_function_is_refused_at_start(tmp_path, code, message):
@@ -335,6 +340,9 @@ def test_a_key_that_is_nearly_right_is_refused_and_another_is_noted(tmp_path, ke
     with pytest.raises(RewardError, match=f"the answer has the key '{key}'. Write '{meant}'"):
         answering(tmp_path, answer).answer(batch_of(1))
     assert answering(tmp_path, "{'rewards': [1.0], 'ms': 3}").answer(batch_of(1)).unread == ["ms"]
+    assert answering(tmp_path, "{'rewards': [1.0], 3: 'ms'}").answer(batch_of(1)).unread == ["3"]
+    with pytest.raises(RewardError, match=r"has no 'rewards'; it has \['0'.*\.\.\.\]$"):
+        answering(tmp_path, "{str(i): 1 for i in range(10**5)}").answer(batch_of(1))
 
 
 def test_weights_are_those_of_places_or_of_functions(files):

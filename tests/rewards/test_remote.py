@@ -157,6 +157,9 @@ def test_a_redirect_is_an_error_that_names_its_target(status: int) -> None:
         target = server.url.replace("/get_reward", "/v2/get_reward")
     words = f"it redirects to '{target}'. Type that address as --remote_rm_url."
     assert f"answered {status} for sample step1/0/0: {words}" in str(caught.value)
+    odd = always((status, b"", {"Location": "http://[odd"}))
+    with odd as server, pytest.raises(RewardError, match=r"redirects to 'http://\[odd'"):
+        score(server.url)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +183,8 @@ def test_an_answer_of_too_many_bytes_is_refused_before_it_is_held(
 def test_an_answer_that_is_packed_is_read() -> None:
     packed = gzip.compress(rewards([2.0])[1])
     with always((200, packed, {"Content-Encoding": "gzip"})) as server:
+        assert score(server.url).rewards == [2.0]
+    with always((*rewards([2.0]), {"Content-Encoding": "Identity"})) as server:
         assert score(server.url).rewards == [2.0]
 
 
