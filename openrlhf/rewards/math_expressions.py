@@ -156,12 +156,12 @@ def same_mathematics(given: str, wanted: str) -> bool:
 
 
 def _same(given: str, wanted: str) -> bool:
+    if (quantities := _quantities(given)) and (others := _quantities(wanted)):
+        return quantities == others
     given, unit = _parted(given)
     wanted, wanted_unit = _parted(wanted)
     if unit and wanted_unit and unit != wanted_unit:
         return False
-    if (quantities := _quantities(given)) and (others := _quantities(wanted)):
-        return quantities == others
     if RATIO.fullmatch(given) or RATIO.fullmatch(wanted):
         return _shares(given) == _shares(wanted)
     number, target = _number(given), _number(wanted)

@@ -40,7 +40,7 @@ VERDICT = re.compile(r"\b(?:is|the|right|correct|true|best|answer|choice|option)
 DENIED = re.compile(
     r"(?:\b(?:not|cannot|never|except|neither)\b|n['’]t\b|\b(?:rather|other) than\b|\binstead of\b"
     r"|\bnicht\b|\bkeine?\b|\bpas\b|\bno es\b|\bnon è\b|\bне\b"
-    r"|不是|\\(?:ne|neg|lnot|not)(?![A-Za-z])|¬).*?(?=\bbut\b|[,;]|\.(?!\d)|$)",
+    r"|不是|\\(?:ne|neg|lnot|not)(?![A-Za-z])|¬).*?(?=\b(?:but|mais|sondern|sino)\b|[,;]|\.(?!\d)|$)",
     re.IGNORECASE,
 )
 WRONG = re.compile(

@@ -34,6 +34,7 @@ from signal import pause
 from types import CodeType, CoroutineType, GeneratorType, ModuleType, SimpleNamespace
 from typing import Any
 
+builtins.exit = builtins.quit = sys.exit  # which Python's `site` would define
 # The functions of this file keep Python's own functions when a program replaces them.
 __builtins__ = dict(vars(builtins))
 

@@ -53,7 +53,7 @@ def code_block(text: str, language: str = "python") -> str | None:
     names = NAMES.get(language.lower(), {language.lower()})
     blocks: dict[bool, str] = {}
     indent, fence, name, lines, behind = "", "", "", list[str](), None
-    for line in re.split(r"\r?\n", text):
+    for line in re.split(r"\r?\n|(?=</think>)", text):
         found, content = FENCE.fullmatch(line), line.rstrip()
         is_quoted = behind and found and found[3] and not any(map(str.strip, lines))
         if found and (not fence or is_quoted):
@@ -61,7 +61,11 @@ def code_block(text: str, language: str = "python") -> str | None:
         elif not fence:
             if behind := OPENED.fullmatch(line):
                 indent, fence, name, lines = "", behind[1], behind[2].lower(), []
-        elif content.endswith(fence) and fence not in (last := content.rstrip(fence[0])):
+        elif (
+            content.endswith(fence)
+            and fence not in (last := content.rstrip(fence[0]))
+            and (last.strip() or len(last) < len(indent) + 4)  # else it stands in a docstring
+        ):
             if last.strip():
                 lines.append(last.removeprefix(indent) + "\n")
             if name in names or not name:

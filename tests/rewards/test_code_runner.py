@@ -361,6 +361,7 @@ def test_a_program_gets_its_input_and_nothing_of_this_environment(monkeypatch):
     result = run_python("import os\nprint(input(), os.environ.get('CANARY'), os.listdir())", "hi")
     assert result.stdout == "hi None ['program.py']\n" and result.exit_code == 0
     assert run_python("import sys; sys.exit(3)").exit_code == 3
+    assert run_python("exit()").exit_code == 0 and run_python("quit(3)").exit_code == 3
     assert run_python("import os; os.abort()").exit_code == -6
 
 

@@ -42,6 +42,7 @@ def test_a_prompt_may_open_the_first_tag() -> None:
         "1. So:\n   ```python\n   x = 1\n   ```",
         "```\nx = 1\n```",
         "Here: ```python\nx = 1\n```",
+        "<think>```python\nx = 0\n```</think>\n```python\nx = 1\n```",
         "Here: ```python\nx = 1\n```\nOutput:\n```\n2\n```",
         "```python\nx = 1```",
     ],
@@ -89,3 +90,8 @@ def test_no_text_takes_long(part: str) -> None:
             tag_content(start + middle + end, "answer")
             has_tags_in_order(start + middle + end)
             assert time.process_time() - before < 1
+
+
+def test_a_fence_in_a_docstring_does_not_end_the_block() -> None:
+    program = 'def f():\n    """\n    ```\n    f()\n    ```\n    """\n'
+    assert code_block(f"```python\n{program}```") == program
