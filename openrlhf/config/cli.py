@@ -5,9 +5,10 @@ wins. A name of several leaves is read before those of one, and two names of one
 The tree can be written as YAML and read back with `--config`; secrets are in neither.
 """
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -171,7 +172,7 @@ class Reading(Generic[ConfigT]):
         names.
         """
         try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
             if not isinstance(tree, Mapping):
                 raise ValueError("it has no keys at its top")
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -198,9 +199,15 @@ class Reading(Generic[ConfigT]):
 
     def _settings(self, tree: Mapping[str, object], about: str = "") -> Iterator[Setting]:
         """Yield the settings of a tree of names and values; `about` says whose they are."""
-        for name, value in leaves(tree):
+        table = flag_table(self.config_class)
+        for name, value in leaves(tree, whole=table):
+            if isinstance(value, Mapping):  # a setting in JSON
+                value = json.dumps(value)
             words = [str(p) for p in value] if isinstance(value, list | tuple) else [str(value)]
-            targets = flag_table(self.config_class).get(name, ())
+            targets = table.get(name, ())
+            has_none = any(NoneType in o.kinds or o.is_switch or o.bare for o, _ in targets)
+            if value is None and not has_none:
+                words = []
             if any(o.opens in LISTS or o.path.endswith("_probs") for o, _ in targets):
                 words = [",".join(words)]
             yield name, about + name, words
@@ -275,16 +282,31 @@ class Reading(Generic[ConfigT]):
                 self.notices.append(Caution(said))
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which only the last would count."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for key, _ in reversed(node.value):
+            if names.count(key.value) > 1:
+                raise yaml.YAMLError(f"{key.value} stands twice{key.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
 def _is_without_effect(name: str) -> bool:
     return name.rpartition(".")[2] in WITHOUT_EFFECT
 
 
-def leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of every key that is no section."""
+def leaves(
+    tree: Mapping[Any, Any], prefix: str = "", *, whole: Container[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of every key that is no section; names in `whole` are
+    none.
+    """
     for key, value in tree.items():
         name = prefix + str(key).replace("-", "_")
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{name}.")
+        if isinstance(value, Mapping) and name not in whole:
+            yield from leaves(value, f"{name}.", whole=whole)
         else:
             yield name, value
 

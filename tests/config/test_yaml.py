@@ -146,3 +146,23 @@ def test_a_stop_text_keeps_its_commas_and_line_breaks_on_the_way_through_a_file(
     again = parse_config(PPOConfig, ["--config", str(tmp_path / "config.yaml")]).config
     assert again.rollout.stop == config.rollout.stop == stops
     assert again.rollout.stop_token_ids == (3, 5)
+
+
+@pytest.mark.parametrize("text", ["max_len: 1\nmax_len: 2\n", "data: {max_len: 1}\ndata: {}\n"])
+def test_a_key_that_stands_twice_is_named(tmp_path, text):
+    problem, *_ = problems(write(tmp_path / "run.yaml", text))
+    assert " stands twice in " in problem and "line 2" in problem
+
+
+def test_a_key_without_a_value_is_no_text_of_that_word(tmp_path):
+    for key in ("input_key", "max_len"):
+        problem, *_ = problems(write(tmp_path / "run.yaml", f"{key}:\n"))
+        assert problem == f"run.yaml: {key} stands without a value. Type a value after it."
+
+
+def test_variables_of_the_chat_template_may_be_a_mapping(tmp_path):
+    file = write(tmp_path / "run.yaml", TREE + "chat_template_kwargs: {think: false}")
+    assert parse_config(SFTConfig, file).config.data.chat_template_kwargs == '{"think": false}'
+    settings = {"pretrain": "m", "dataset": "d", "chat_template_kwargs": {"think": False}}
+    config = parse_config(SFTConfig, [], settings=settings).config
+    assert config.data.chat_template_kwargs == '{"think": false}'
