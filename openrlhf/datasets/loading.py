@@ -47,9 +47,17 @@ HALF = "half a character (a surrogate without its other)"
 # In which problems of one kind differ: the place, and what is quoted or counted.
 _VALUES = re.compile(r"^.*?(?:row |:)\d+: |'[^']*'|\"[^\"]*\"|\d+")
 REPAIR = "Repair or remove them."
+NO_ROW = "Repair them: JSON has an object a line, or one array; other files end with "
+NO_ROW += ".csv, .parquet or .arrow."
 LEAVE_OUT = "Repair or remove them, or type --bad_rows skip to leave them out."
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}  # all others hold JSON or CSV
 _DAMAGED = (DatasetsError, pa.ArrowException, ValueError, TypeError)
+# How files begin that are neither JSON nor CSV, whatever their names say.
+_OTHER_KINDS = {
+    **{b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"},
+    **{b"PK\3\4": "a zip archive", b"PAR1": "Parquet"},
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16"),
+}
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark too
 
 
@@ -451,21 +459,33 @@ def _load_records(path: Path) -> Dataset:
     """Return the rows of a JSON or CSV file as they stand there, with an empty one for a damaged
     record. Raise DataError where all are damaged, or types mixed.
     """
-    columns, damaged, num_rows, is_mixed = dict[str, None](), dict[str, Damage](), 0, False
+    _refuse_other_kinds(path)
+    is_csv, is_mixed = path.suffix == ".csv", False
+    columns, damaged, num_rows = dict[str, None](), dict[str, Damage](), 0
     for num_rows, record in enumerate(_records(path, columns), start=1):
         if record.problem:
             damaged[str(num_rows)] = (record.place, record.problem, record.text)
             is_mixed |= record.is_mixed
     if is_mixed or len(damaged) == num_rows:
-        _refuse_damaged(path, damaged, REPAIR)
+        _refuse_damaged(path, damaged, REPAIR if is_csv or is_mixed else NO_ROW)
         return Dataset.from_dict({})
     # One object of several columns would give the table, as it is cached, another fingerprint.
-    is_csv = path.suffix == ".csv"
     features = Features({n: Value("string") if is_csv else ExactJson() for n in columns})
     version = {"path": path, "written_ns": path.stat().st_mtime_ns}  # decides where it is cached
     rows = Dataset.from_generator(_exact_rows, features=features, gen_kwargs=version)
     _describe(rows, (str(path), num_rows, None, damaged))
     return rows
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    """Raise DataError for a file that is another kind than its name says."""
+    with _open(path) as file:
+        start = file.read(6)
+    if kind := next((kind for mark, kind in _OTHER_KINDS.items() if start.startswith(mark)), None):
+        raise DataError(
+            f"{path} is {kind}, not text in UTF-8. Convert it, or let its name say what it is: "
+            f"{', '.join(DATA_SUFFIXES)}."
+        )
 
 
 def _exact_rows(path: Path, written_ns: int) -> Iterator[dict[str, Any]]:

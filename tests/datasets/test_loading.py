@@ -1,5 +1,6 @@
 """Files, folders, blends, and what can be wrong with them, each with its place and a remedy."""
 
+import bz2
 import gzip
 import json
 import os
@@ -350,11 +351,16 @@ def test_a_limit_of_rows_does_not_count_damaged_records(tmp_path: Path) -> None:
         (
             "rows.jsonl",
             '{"a": 1}\n{"a": 2}\n'.encode("utf-16"),
-            "3 bad rows. Repair or remove them",
+            "rows.jsonl is UTF-16, not text in UTF-8",
         ),
         ("rows.csv", b'a,b\n1,"x\n2,y\n3,z\n', "csv:2: a quote is not closed"),
         ("rows.csv", b'a,b\n1,"x\n2,y\n3,"z"\n4,w\n', "csv:2: line 4: ',' expected"),
-        ("rows.csv", "a,b\n1,2\n".encode("utf-16"), "csv:1: zero bytes"),
+        ("rows.csv", "a,b\n1,2\n".encode("utf-16"), "rows.csv is UTF-16, not text"),
+        ("rows.jsonl", gzip.compress(LINES, mtime=0), "is gzip, not text.*let its name say"),
+        ("rows.jsonl.bz2", bz2.compress(LINES), "is bzip2, not text"),
+        ("rows.json", b"PAR1" + bytes(9), "is Parquet, not text"),
+        ("rows.json", b'{\n"a": 1\n}\n', "3 bad rows. Repair them: JSON has an object a line"),
+        ("rows.tsv", b"a\tb\n1\t2\n", "2 bad rows. .*other files end with .csv"),
         ("rows.jsonl.gz", gzip.compress(LINES * 99, mtime=0)[:-12], "Compressed file ended"),
         ("rows.parquet", b"PAR1", "rows.parquet is damaged"),
     ],
