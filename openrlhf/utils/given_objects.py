@@ -39,6 +39,9 @@ def as_paths(name: str, value: Any, folder: Path) -> Any:
     if is_list:
         return [as_paths(name, part, folder) for part in value]
     if hasattr(value, "to_parquet") and not isinstance(value, Mapping):
+        form = getattr(value, "format", None)  # of a data set
+        if isinstance(form, Mapping) and form.get("type") == "custom":
+            raise ConfigError(f"{name} has a transform, which no file keeps. Give it with map.")
         return _written(name, ".parquet", folder, value.to_parquet)
     kind, remedy = type(value).__name__, "a path or hub id, a datasets.Dataset, or a list of rows"
     if hasattr(value, "save_pretrained"):

@@ -46,6 +46,7 @@ def test_a_model_and_its_tokenizer_become_a_folder(tmp_path: Path, tiny_model_di
 def test_what_cannot_be_written_is_one_line_with_what_to_give(tmp_path: Path) -> None:
     for value, said in (
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[1:])), r"its parts \(train\)"),
+        (datasets.Dataset.from_list(ROWS[1:]).with_transform(dict), "dataset has a transform"),
         (iter(ROWS), "cannot be a list_iterator. Give a path or hub id, a datasets.Dataset, or a"),
         ([{"input": {1, 2}}], "Object of type set is not JSON serializable. Give a path instead"),
     ):
