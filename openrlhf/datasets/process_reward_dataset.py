@@ -75,6 +75,11 @@ class ProcessRewardDataset(TokenizedDataset):
             single_token_id(tokenizer, text, flag="--reward_tokens") for text in form.reward_tokens
         )
         is_stepwise = self._columns == STEPWISE_COLUMNS
+        if is_stepwise and form.placeholder_token == "\n":
+            raise ConfigError(
+                "--placeholder_token is the line break that stands between steps anyway. Give "
+                "another token."
+            )
         how = "steps and their labels" if is_stepwise else "text and its labels"
         self._say_read(self._columns, how)
 

@@ -66,6 +66,8 @@ def test_stepwise_columns_are_joined_with_the_marker(tokenizer):
     assert dataset.notices == [said]
     with pytest.raises(DataError, match=r"row 1: 'completions' holds the step marker '#' itself"):
         steps(tokenizer, [{"prompt": "q", "completions": ["a#"], "labels": [True]}])
+    with pytest.raises(ConfigError, match="the line break that stands between steps anyway"):
+        steps(tokenizer, [row], placeholder_token="\n")
 
 
 @pytest.mark.parametrize(
