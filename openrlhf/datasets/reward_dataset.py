@@ -39,7 +39,7 @@ from openrlhf.datasets.tokenized import (
 from openrlhf.errors import DataError
 from openrlhf.utils.images import Picture
 
-PROMPTS = ("prompt", "instruction", "question")
+PROMPTS = ("prompt", "instruction", "question", "input")
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,20 @@ class PreferenceDataset(TokenizedDataset):
 
     def _dialogue(self, row: Row, name: str) -> list[Message]:
         """Return all messages of a side; what begins with no answer holds its prompt itself."""
-        row = {**row, name: self._response(row, name)}
+        prompt, row = self._format.prompt_key, {**row, name: self._response(row, name)}
+        if not prompt and isinstance(row[name], str):
+            remedy = "Give whole dialogues, or the column of prompts with --prompt_key"
+            raise RowError(f"'{name}' is text without its prompt. {remedy}")
         read = partial(self._messages, row)
         messages = read(name, text_role="assistant", begins=False)
         if is_blank(messages[-1]):
             raise LeftOutError("empty response")
-        prompt, is_answer = self._format.prompt_key, messages[0]["role"] == "assistant"
-        return read(prompt) + messages if prompt and is_answer else read(name)
+        if prompt and messages[0]["role"] == "assistant":
+            return read(prompt) + messages
+        messages = read(name)
+        if prompt and row[prompt] and any(asked not in messages for asked in read(prompt)):
+            self._encoder.unread.add(f"'{prompt}' of rows whose answers hold another prompt")
+        return messages
 
     def _check_useful(self, tokens: list[Tokens]) -> None:
         chosen, rejected = tokens

@@ -86,6 +86,25 @@ def test_every_usual_form_of_a_chat_pair_gives_the_same_sides(tokenizer, row, te
         assert unasked.notices[0].endswith("read as messages, with the chat template")
 
 
+def test_an_input_column_is_the_prompt_of_answers_that_lack_it(tokenizer):
+    rows = [{"input": "q", "chosen": "ab", "rejected": "ac"}]
+    assert shown(tokenizer, pairs(tokenizer, rows))[0] == ("qab<|end|>", "ab<|end|>")
+
+
+def test_a_prompt_other_than_that_in_the_dialogues_is_said(tokenizer):
+    told = "not read: 'prompt' of rows whose answers hold another prompt"
+    assert len(pairs(tokenizer, [{"prompt": "q", **WHOLE}]).notices) == 1
+    for asked in ("other", [message("system", "s"), user("q")]):
+        assert pairs(tokenizer, [{"prompt": asked, **WHOLE}]).notices[1:] == [told]
+
+
+@pytest.mark.parametrize("rejected", ["User: q Bot: c", [user("q"), assistant("c")]])
+def test_a_text_without_its_prompt_is_not_blamed_on_its_last_message(tokenizer, rejected):
+    rows = [{"chosen": "User: q Bot: b", "rejected": rejected}]
+    with pytest.raises(DataError, match="row 1: 'chosen' is text without its prompt"):
+        pairs(tokenizer, rows, apply_chat_template=True)
+
+
 @pytest.mark.parametrize(
     ("chosen", "rejected", "targets"),
     [
