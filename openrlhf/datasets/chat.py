@@ -7,6 +7,7 @@ they say can open or close a turn. Whether a template writes all that messages h
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ _ROLE_NAMES = {
 _CALLS = ("function_call", "tool_call")  # roles whose text is the JSON of calls
 _CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
 _SPELLED_LIST = re.compile(
-    r"""\s*\[\s*\{\s*['"]\w+['"]\s*:(?=.*['"](?:role|from)['"]\s*:).*\}\s*\]\s*""", re.DOTALL
+    r"""\s*\[\s*\{(?=.*['"](?:role|from)['"]\s*:)\s*['"]\w+['"]\s*:.*\}\s*\]\s*""", re.DOTALL
 )
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 RENDERED = "is_rendered"  # column of `batch_inference`: the prompt is text as the model read it
@@ -218,7 +219,9 @@ def plain_text(value: object, column: str) -> str:
     if isinstance(value, (list, tuple, Mapping)):
         raise RowError(f"'{column}' is a message list. Add --apply_chat_template")
     if value is not None and not isinstance(value, str):
-        raise RowError(f"'{column}' is {value!r}, not text. Write it as \"{value}\"")
+        is_number = isinstance(value, (int, float)) and math.isfinite(value)
+        remedy = f'. Write it as "{value}"' if is_number else ""
+        raise RowError(f"'{column}' is {value!r}, not text{remedy}")
     if not value or not value.strip():
         raise RowError(f"'{column}' is {'missing, not text' if value is None else 'empty'}")
     return value

@@ -365,8 +365,15 @@ class TokenizedDataset(ABC):
 
     def _unread_columns(self, read: set[str]) -> list[str]:
         """Return the columns that are not read, in their order."""
-        heads = {name.partition(".")[0] for name in self._nested}
-        return [n for n in self._rows.column_names if n not in read | heads]
+        heads = dict.fromkeys(name.partition(".")[0] for name in self._nested)
+        names = [*self._rows.column_names, *(name for head in heads for name in self._within(head))]
+        parents = [n for n in names if any(name.startswith(f"{n}.") for name in self._nested)]
+        return [name for name in names if name not in read.union(parents)]
+
+    def _within(self, head: str) -> list[str]:
+        """Return the names of what the first value of a column holds."""
+        first = next((value for value in self._rows[head] if value), None)
+        return [f"{head}.{key}" for key in first] if isinstance(first, Mapping) else []
 
     def _completed(self, row: Row) -> dict[str, Any]:
         found = dict(row)
@@ -462,7 +469,10 @@ class TokenizedDataset(ABC):
         if not form.apply_chat_template:
             text = self._encoder.plain(plain_text(value, column))
             return fill_template(form.input_template, text)
-        messages = without_answer(self._messages(row, column))
+        found = self._messages(row, column)
+        messages = without_answer(found)
+        if len(messages) < len(found):
+            self._encoder.unread.add("answers at the end of prompts")
         if not messages or is_blank(messages[-1]):
             raise RowError(f"'{column}' is empty")
         check_order(messages)

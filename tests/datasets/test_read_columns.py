@@ -86,7 +86,9 @@ def test_a_system_column_that_gives_way_to_a_system_message_is_said(tokenizer):
     assert text == f"{asked}<|assistant|>a<|end|>"
     assert notices[1] == "not read: 'system' of rows with a system message"
     told = prompt(tokenizer, {"messages": messages, "system": "Be terse."})
-    assert told[0] == f"{asked}<|assistant|>" and told[1][1] == notices[1]
+    assert told[0] == f"{asked}<|assistant|>"
+    unread = notices[1].removeprefix("not read: ")
+    assert told[1][1] == f"not read: {unread}, answers at the end of prompts"
     for same in ("Be kind.", [{"type": "text", "text": "Be kind."}]):
         assert len(sft(tokenizer, {"messages": messages, "system": same})[1]) == 1
 
@@ -130,6 +132,8 @@ def test_message_lists_in_cells_of_a_csv_file_are_messages(tokenizer, tmp_path):
         == prompts.asked(0)
         == [{"role": "system", "content": "Be terse."}, *ASKED]
     )
+    one = {"prompt": json.dumps(ASKED)}
+    assert prompt(tokenizer, one)[0] == "<|user|>q<|end|><|assistant|>"
     row = {
         "input": '[{"value": 1}]',
         "label": json.dumps(DIALOGUE),
@@ -207,7 +211,7 @@ def test_columns_and_keys_that_are_not_read_are_listed_in_one_line(tokenizer):
 
 def test_of_prompts_only_columns_with_a_meaning_are_listed(tokenizer):
     row = {"messages": DIALOGUE, "instruction": "x", "level": 3}
-    assert prompt(tokenizer, row)[1][1] == "not read: 'instruction'"
+    assert prompt(tokenizer, row)[1][1] == "not read: 'instruction', answers at the end of prompts"
     row = {"prompt": "q", "chat_template_kwargs": {"enable_thinking": False}}
     assert prompt(tokenizer, row)[1][1] == "not read: 'chat_template_kwargs'"
     assert len(prompt(tokenizer, row, has_agents=True)[1]) == 1  # the agents' server reads it
@@ -289,7 +293,8 @@ def test_a_name_with_dots_reaches_into_a_column(tokenizer):
         prompt(tokenizer, row, label_key="reward_model.truth")
     within = {"qa": {"q": "hi", "a": "yo", "good": 1}}
     text, notices = sft(tokenizer, within, input_key="qa.q", output_key="qa.a")
-    assert (text, notices) == ("hiyo<|end|>", ["'qa.q' and 'qa.a' read as text"])
+    assert (text, notices[0]) == ("hiyo<|end|>", "'qa.q' and 'qa.a' read as text")
+    assert notices[1:] == ["not read: 'qa.good'"]
     form = RowFormat(input_key="qa.q", output_key="qa.a", label_key="qa.good")
     assert UnpairedPreferenceDataset(Dataset.from_list([within]), tokenizer, form)[0].is_desirable
 
