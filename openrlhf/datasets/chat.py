@@ -314,9 +314,10 @@ class Dialogue:
     def marked_spans(self, turns: Sequence[int], learnt: Sequence[int]) -> tuple[str, list[Span]]:
         """Return the text, and what the template marks of the turns that are learnt."""
         text, found = self.write(wants_spans=True)
-        if len(found) > len(turns):  # several a turn
-            ends = {i: len(self.write(i, wants_spans=True)[1]) for t in turns for i in (t, t + 1)}
-            return text, [span for i in learnt for span in found[ends[i] : ends[i + 1]]]
+        if len(found) > len(turns):  # several a turn, or one behind the last
+            begins = [len(self.write(turn, wants_spans=True)[1]) for turn in turns]
+            ranges = zip(turns, begins, [*begins[1:], len(found)], strict=True)
+            return text, [span for turn, a, b in ranges if turn in learnt for span in found[a:b]]
         # One a turn, or for the last turns only.
         numbered = enumerate(turns, len(found) - len(turns))
         return text, [found[k] for k, i in numbered if i in learnt and k >= 0]
@@ -388,7 +389,7 @@ def render_dialogue(
     else:
         text, _ = dialogue.write()
         spans = [dialogue.span_of(i, text) for i in spoken]
-    spans = [(start, encoder.end_of_turn(text, start, end)) for start, end in spans]
+    spans = _until_ends(encoder, text, spans)
     if spans and encoder.says_nothing(text[spans[-1][1] :]):
         text = text[: spans[-1][1]]
     if is_cut and spans:  # the template would end an answer that did not end
@@ -396,6 +397,17 @@ def render_dialogue(
         cut = text[:end].removesuffix(frame_of(encoder)[2])
         return Rendered(cut, (*others, (start, len(cut))), is_cut=True)
     return Rendered(text, tuple(spans))
+
+
+def _until_ends(encoder: TextEncoder, text: str, spans: Sequence[Span]) -> list[Span]:
+    """Return spans up to where inference stops, without one behind a stop that says nothing."""
+    kept: list[Span] = []
+    for start, end in spans:
+        before, stop = kept[-1] if kept else (0, 0)
+        is_over = bool(kept) and encoder.end_of_turn(text, before, end) == stop
+        if not is_over or not encoder.says_nothing(text[stop:end]):
+            kept.append((start, encoder.end_of_turn(text, start, end)))
+    return kept
 
 
 def _tool_list(encoder: TextEncoder, tools: object) -> list | None:

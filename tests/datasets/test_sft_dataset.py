@@ -281,6 +281,12 @@ STYLES = {
         "stops": ["<|endoftext|>", "<|end|>"],
     },
 }
+# Marked behind the last turn, too.
+STYLES["phi-3, closing"] = {
+    **STYLES["phi-3"],
+    "closing": "{% if messages[-1].role == 'assistant' %}{% generation %}<|endoftext|>"
+    "{% endgeneration %}{% endif %}",
+}
 BEHIND_THE_END = "{before}{{{{ m.content }}}}{end}@"
 BEFORE_THE_END = "{before}{{{{ m.content }}}}@{end}"
 
