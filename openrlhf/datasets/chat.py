@@ -381,6 +381,8 @@ def render_dialogue(
     spoken = [i for i in learnt if not is_blank(messages[i])]
     if not spoken:
         raise LeftOutError("empty response" if learnt else "no turn is to be learnt")
+    asked = {k for m in messages if m["role"] != "assistant" for k in TURN_WEIGHTS if m.get(k)}
+    encoder.unread |= {f"'{key}' of turns that are not the assistant's" for key in asked}
     if len(spoken) < len(learnt):
         encoder.unread.add("empty turns of the assistant")
     dialogue = Dialogue(encoder, messages, learnt=spoken, **told)  # type: ignore[arg-type]

@@ -346,6 +346,11 @@ class TokenizedDataset(ABC):
                 self.notices.append(Caution(told))
             else:
                 how = f"{how}, with --input_template {template!r}"
+                if "\\n" in template:
+                    told = (
+                        "holds a backslash before n, not a line break, which is $'\\n' in a shell"
+                    )
+                    self.notices.append(Caution(f"--input_template {template!r} {told}"))
         elif template not in (None, "", DEFAULT_TEMPLATE):
             self.notices.append(Caution(f"--input_template {template!r} is not used for {how}"))
         beside = DIALOGUE_COLUMNS if self._format.apply_chat_template else ()
@@ -501,6 +506,9 @@ class TokenizedDataset(ABC):
         LeftOutError if it is empty.
         """
         value, eos = row[column], self._encoder.tokenizer.eos_token
+        names = [name for name in self._columns if name]
+        if all(row[name] is None for name in names):  # of a data set with other columns
+            raise LeftOutError(f"no {' and no '.join(map(repr, names))}")
         if value is None or (isinstance(value, str) and not value.strip()):
             raise LeftOutError("empty response")
         return value.removesuffix(eos) if isinstance(value, str) and eos else value

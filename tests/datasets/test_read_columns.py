@@ -299,6 +299,28 @@ def test_a_name_with_dots_reaches_into_a_column(tokenizer):
     assert UnpairedPreferenceDataset(Dataset.from_list([within]), tokenizer, form)[0].is_desirable
 
 
+def test_rows_of_a_data_set_with_other_columns_are_not_called_empty(tokenizer):
+    rows = [{"prompt": "q", "completion": "a", "messages": None}, {"messages": DIALOGUE}]
+    _, notices = sft(tokenizer, *rows, usual_output=None)
+    assert notices[1:] == [
+        "not read: 'messages'",
+        "1 of 2 rows were left out: no 'prompt' and no 'completion'",
+    ]
+
+
+def test_a_line_break_of_two_characters_in_the_template_is_said(tokenizer):
+    row = {"prompt": "q", "completion": "a"}
+    for template, num_notices in (("{}\\n", 2), ("{}\n", 1)):
+        _, notices = sft(tokenizer, row, usual_output=None, input_template=template)
+        assert len(notices) == num_notices
+
+
+def test_a_weight_of_a_users_turn_is_said_where_it_asks_to_learn_it(tokenizer):
+    for weight, num_notices in ((1, 2), (0, 1)):
+        _, notices = sft(tokenizer, {"messages": [{**ASKED[0], "weight": weight}, DIALOGUE[-1]]})
+        assert len(notices) == num_notices
+
+
 def test_bad_rows_are_left_out_and_written_where_that_is_asked_for(tokenizer, tmp_path, capfd):
     rows = [{"messages": DIALOGUE}, {"messages": ASKED + DIALOGUE}]
     with pytest.raises(DataError, match=r"1 bad rows.*--bad_rows skip"):
