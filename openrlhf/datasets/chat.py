@@ -46,7 +46,10 @@ _ROLE_NAMES = {
 _CALLS = ("function_call", "tool_call")  # roles whose text is the JSON of calls
 _CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
 _SPELLED_LIST = re.compile(
-    r"""\s*\[\s*\{(?=.*['"](?:role|from)['"]\s*:)\s*['"]\w+['"]\s*:.*\}\s*\]\s*""", re.DOTALL
+    r"""\s*\[\s*\{(?=.*['"](?:role|from)['"]\s*:)"""
+    r"""(?=.*['"](?:content|value|tool_calls|function_call)['"]\s*:)"""
+    r"""\s*['"]\w+['"]\s*:.*\}\s*\]\s*""",
+    re.DOTALL,
 )
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 RENDERED = "is_rendered"  # column of `batch_inference`: the prompt is text as the model read it
@@ -467,8 +470,9 @@ def _to_message(item: object, unread: set[str], *, reads_pictures: bool = False)
         calls, content = content, None
     if calls:
         others["tool_calls"] = _tool_calls(calls, unread)
-    if content is None and not others:
-        raise RowError(f"a {role} message without content")
+    if content is None and (role not in ("assistant", "tool") or not others):
+        found = f", but with {', '.join(others)}" if others else ""
+        raise RowError(f"a {role} message without content{found}")
     content = _content(content, role, unread, reads_pictures=reads_pictures)
     return {"role": role, "content": content, **others}
 
@@ -523,8 +527,9 @@ def _tool_calls(value: object, unread: set[str]) -> list[Message]:
         if not isinstance(function, Mapping):
             raise RowError("a tool call is no object with a name and arguments")
         keys = _keys_of(call) | _keys_of(function)
-        unread |= {f"'{key}' of tool calls" for key in keys - _CALL_KEYS}
-        name, arguments = function.get("name"), function.get("arguments") or {}
+        held = next((key for key in ("arguments", "parameters") if function.get(key)), "")
+        unread |= {f"'{key}' of tool calls" for key in keys - _CALL_KEYS - {held}}
+        name, arguments = function.get("name"), function.get(held) or {}
         if isinstance(arguments, str):
             arguments = _from_json(arguments, "the arguments of a tool call")
         if not isinstance(name, str) or not isinstance(arguments, Mapping):

@@ -134,6 +134,8 @@ def test_message_lists_in_cells_of_a_csv_file_are_messages(tokenizer, tmp_path):
     )
     one = {"prompt": json.dumps(ASKED)}
     assert prompt(tokenizer, one)[0] == "<|user|>q<|end|><|assistant|>"
+    for other in ('[{"from": "Rome", "to": "Oslo"}]', "[{'from': 'Rome', 'to': 'Oslo'}]"):
+        assert prompt(tokenizer, {"prompt": other})[0] == other
     row = {
         "input": '[{"value": 1}]',
         "label": json.dumps(DIALOGUE),
@@ -313,6 +315,12 @@ def test_a_line_break_of_two_characters_in_the_template_is_said(tokenizer):
     for template, num_notices in (("{}\\n", 2), ("{}\n", 1)):
         _, notices = sft(tokenizer, row, usual_output=None, input_template=template)
         assert len(notices) == num_notices
+
+
+def test_a_message_whose_words_stand_under_another_key_is_not_called_empty(tokenizer):
+    rows = [{"messages": [{"role": "user", "parts": "q"}, DIALOGUE[-1]]}]
+    with pytest.raises(DataError, match="row 1: a user message without content, but with parts"):
+        sft(tokenizer, *rows)
 
 
 def test_a_weight_of_a_users_turn_is_said_where_it_asks_to_learn_it(tokenizer):

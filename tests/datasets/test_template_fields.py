@@ -192,6 +192,7 @@ def test_a_call_is_learnt_in_each_form_that_data_sets_give_it(plain):
     function = {"name": "f", "arguments": {"a": 1}}
     calls = [
         {"from": "function_call", "value": written},
+        {"from": "tool_call", "value": written.replace("arguments", "parameters")},
         {"role": "assistant", "function_call": {"name": "f", "arguments": '{"a": 1}'}},
         answer(None, tool_calls=[{"type": "function", "function": function}]),
     ]
