@@ -7,6 +7,7 @@ sampled, whatever the code here does with text.
 
 import asyncio
 import copy
+import difflib
 import inspect
 import math
 import sys
@@ -20,6 +21,12 @@ from typing import Any
 from openrlhf.errors import RewardError
 from openrlhf.utils.user_code import as_float32
 
+STEP_KEYS = (
+    *("rewards", "scores", "extra_logs", "done"),
+    *("environment_feedback", "environment_images", "sampling_params"),
+)
+NEARLY = 0.75  # the likeness of a key that is refused: `score`, `extra_log`
+MAX_SHOWN = 120  # characters of a value, in a message
 MAX_STEPS = 10_000  # of an episode; the context ends most of them earlier
 
 
@@ -191,7 +198,7 @@ class AgentExecutorBase:
             }
             action_ranges.append((len(token_ids), len(token_ids) + len(output.token_ids)))
             token_ids += output.token_ids
-            answer = dict_of(await self._call(instance.step, states))
+            check_keys(answer := dict_of(await self._call(instance.step, states)), STEP_KEYS)
             reward += as_number(answer.get("rewards"), "rewards")
             if flag_of(answer, "done"):
                 break
@@ -294,11 +301,23 @@ def encoded_feedback(engine: Any, answer: Mapping[str, Any]) -> tuple[Sequence[i
     )
 
 
+def check_keys(answer: Mapping[Any, Any], known: Sequence[str]) -> None:
+    """Raise BadAnswerError for a key that is nearly one that is read, where that one is missing."""
+    for key in (str(key) for key in answer if key not in known):
+        for meant in difflib.get_close_matches(key.lower(), known, 1, NEARLY):
+            if meant not in answer:
+                raise BadAnswerError(
+                    f"the answer has the key {key!r:.{MAX_SHOWN}}. Write {meant!r}."
+                )
+
+
 def as_number(value: Any, name: str) -> float:
     """Return the finite float of a number or a one-element tensor; raises BadAnswerError."""
     value = _only_element(value)
     if not isinstance(value, (bool, int, float)):
-        raise BadAnswerError(f"{name} is {value!r}, not a number. Return one finite number.")
+        raise BadAnswerError(
+            f"{name} is {value!r:.{MAX_SHOWN}}, not a number. Return one finite number."
+        )
     number = as_float32(value)
     if not math.isfinite(number):
         raise BadAnswerError(f"{name} is {number} in float32. Return one finite number.")

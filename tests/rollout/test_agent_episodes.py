@@ -58,6 +58,8 @@ def outcome(tmp_path, tokenizer, code, say=None, **limits):
         ("return {**DONE, 'rewards': float('nan')}", "bad_answer", "rewards is nan"),
         ("return {**DONE, 'scores': 'high'}", "bad_answer", "scores is 'high', not a number"),
         ("return {**DONE, 'extra_logs': {'a': None}}", "bad_answer", "extra_logs['a'] is None"),
+        ("return {**DONE, 'extra_log': {'a': 1}}", "bad_answer", "Write 'extra_logs'."),
+        ("return {'reward': 1, 'done': True}", "bad_answer", "Write 'rewards'."),
         ("return {**DONE, 'done': 'yes'}", "bad_answer", "done is 'yes'. Return True or False"),
         (
             "return {**DONE, 'done': False, 'environment_feedback': 3}",
@@ -250,6 +252,7 @@ def test_agents_of_a_killed_driver_end_within_ten_seconds(tmp_path, tiny_model_d
     [
         ("{'reward': 1.0}", "no_tokens", "ended without a sampled token"),
         ("None", "bad_answer", "execute answered a NoneType"),
+        ("{'reward': 1, 'Extra_Log': {}}", "bad_answer", "Write 'extra_logs'."),
         ("{'scores': 1.0}", "bad_answer", "reward is None"),
         ("{'reward': 10**400}", "bad_answer", "reward is inf in float32"),
         ("{'reward': 1e39}", "bad_answer", "reward is inf in float32. Return one finite number"),

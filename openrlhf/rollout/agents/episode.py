@@ -24,6 +24,7 @@ from openrlhf.utils.agent import (
     OpenAISession,
     SamplingParams,
     as_number,
+    check_keys,
     flag_of,
 )
 from openrlhf.utils.images import ImageProcessor, Picture, PictureError, read_picture
@@ -239,12 +240,16 @@ def named_tokens(answer: object) -> tuple[list[int], list[bool]] | None:
     return list(ids[: len(mask)]), mask
 
 
+EXECUTE_KEYS = ("reward", "rewards", "score", "scores", "extra_logs", "truncated")
+
+
 def scored(segments: tuple[Segment, ...], answer: object) -> EpisodeResult:
     """Return the result of an answer; raises BadAnswerError when it has no reward."""
     if not isinstance(answer, Mapping):
         raise BadAnswerError(
             f"execute answered a {type(answer).__name__}. Return a dict with reward."
         )
+    check_keys(answer, EXECUTE_KEYS)
     score = one_of(answer, "score")
     logs = {} if answer.get("extra_logs") is None else answer["extra_logs"]
     is_cut = answer.get("truncated") is not None and flag_of(answer, "truncated")
