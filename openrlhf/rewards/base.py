@@ -4,7 +4,6 @@ Imports nothing heavy: the workers of a reward function start with it.
 """
 
 import asyncio
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ from typing import Any
 from openrlhf.errors import RewardError
 from openrlhf.utils.images import Picture
 from openrlhf.utils.threads import LoopThread
-from openrlhf.utils.user_code import as_float32
+from openrlhf.utils.user_code import as_float32, mistyped_key
 
 MAX_NAMES_SHOWN = 3
 SHORT = Repr()  # of what a source returned, for a message
@@ -29,7 +28,6 @@ PER_SAMPLE = (
     *("sample_ids", "source_prompts", "response_ids", "images"),
 )
 KEYS = ("rewards", "scores", "extra_logs", "extra_columns", "parts")  # of an answer
-NEARLY = 0.75  # the likeness of a key that is refused: `score`, `logs`
 TRUNCATED_COLUMN = "is_truncated"  # of every sample of a run, beside the row's own columns
 
 
@@ -190,10 +188,8 @@ def checked_result(
     """
     fields = answer if isinstance(answer, Mapping) else {"rewards": answer}
     unread = [str(key) for key in fields if key not in KEYS]
-    for key in unread:
-        for meant in difflib.get_close_matches(key.lower(), KEYS, 1, NEARLY):
-            if meant not in fields:
-                raise RewardError(f"{source}: the answer has the key {key!r}. Write {meant!r}.")
+    if mistake := mistyped_key(fields, KEYS):
+        raise RewardError(f"{source}: {mistake}")
     if "rewards" not in fields:
         names = short(sorted(map(str, fields)))
         raise RewardError(f"{source}: the answer has no 'rewards'; it has {names}")

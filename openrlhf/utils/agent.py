@@ -7,7 +7,6 @@ sampled, whatever the code here does with text.
 
 import asyncio
 import copy
-import difflib
 import inspect
 import math
 import sys
@@ -19,13 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from openrlhf.errors import RewardError
-from openrlhf.utils.user_code import as_float32
+from openrlhf.utils.user_code import as_float32, mistyped_key
 
 STEP_KEYS = (
     *("rewards", "scores", "extra_logs", "done"),
     *("environment_feedback", "environment_images", "sampling_params"),
 )
-NEARLY = 0.75  # the likeness of a key that is refused: `score`, `extra_log`
 MAX_SHOWN = 120  # characters of a value, in a message
 MAX_STEPS = 10_000  # of an episode; the context ends most of them earlier
 
@@ -302,13 +300,9 @@ def encoded_feedback(engine: Any, answer: Mapping[str, Any]) -> tuple[Sequence[i
 
 
 def check_keys(answer: Mapping[Any, Any], known: Sequence[str]) -> None:
-    """Raise BadAnswerError for a key that is nearly one that is read, where that one is missing."""
-    for key in (str(key) for key in answer if key not in known):
-        for meant in difflib.get_close_matches(key.lower(), known, 1, NEARLY):
-            if meant not in answer:
-                raise BadAnswerError(
-                    f"the answer has the key {key!r:.{MAX_SHOWN}}. Write {meant!r}."
-                )
+    """Raise BadAnswerError for a key that is nearly one that is read and is not there."""
+    if mistake := mistyped_key(answer, known):
+        raise BadAnswerError(mistake)
 
 
 def as_number(value: Any, name: str) -> float:

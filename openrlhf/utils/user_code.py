@@ -10,8 +10,9 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
@@ -19,6 +20,7 @@ from types import ModuleType
 from openrlhf.errors import ConfigError, OpenRLHFError
 
 FLOAT32_MAX = 3.4028234663852886e38
+NEARLY = 0.75  # the likeness of a key that was mistyped: `score`, `extra_log`
 MAX_MESSAGE = 500  # characters of what an exception says
 
 
@@ -35,6 +37,17 @@ def blaming(
         where = user_line(path, error) or str(path)
         blamed = error_type(f"{where}: {in_words(error)}{during}")
         raise blamed.in_user_code(user_traceback(path, error)) from error
+
+
+def mistyped_key(answer: Mapping[str, object], known: Sequence[str]) -> str:
+    """Return a sentence about a key of a dict that is nearly one that is read and is not there;
+    empty if there is none.
+    """
+    for key in (str(key) for key in answer if key not in known):
+        for meant in get_close_matches(key.lower(), known, 1, NEARLY):
+            if meant not in answer:
+                return f"the answer has the key {key!r:.120}. Write {meant!r}."
+    return ""
 
 
 def split_name(where: str | Path) -> tuple[str, str]:
