@@ -50,13 +50,18 @@ class Faults:
         if phase == "generate":
             wait_until(lambda: all(engine.is_up for engine in trainer.engines), 240)
             self.trainers, self.step = [trainer], trainer.state.global_step + 1
-        title, when, how = self.plan.get(self.step, ("", "", KILL))
-        if when == phase and self.step not in self.struck_at:
-            delay_s = 0.3 if phase == "generate" else 0.0
-            strike = threading.Timer(delay_s, self._strike, (self.step, title, how))
-            strike.start()
-            if not delay_s:
-                strike.join()
+        # A checkpoint may be written when the next step has begun.
+        for step in (self.step, self.step - 1) if phase == "write" else (self.step,):
+            title, when, how = self.plan.get(step, ("", "", KILL))
+            if when == phase and step not in self.struck_at:
+                break
+        else:
+            return
+        delay_s = 0.03 if phase == "generate" else 0.0
+        strike = threading.Timer(delay_s, self._strike, (step, title, how))
+        strike.start()
+        if not delay_s:
+            strike.join()
 
     def _strike(self, step: int, title: str, how: signal.Signals) -> None:
         victim = sorted(self.find(title), key=lambda process: process.pid)[-1]

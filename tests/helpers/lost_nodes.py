@@ -98,7 +98,8 @@ def main() -> None:
     def find(title: str) -> list[Any]:
         [trainer] = faults.trainers
         places = {ENGINE: trainer.engines[0].node, ACTOR: trainer.groups["actor"].nodes[0]}
-        return [NodeOf(nodes, places[title], faults.plan[faults.step][1])]
+        _, phase, _ = faults.plan.get(faults.step, ("", "", KILL))
+        return [NodeOf(nodes, places[title], phase)]
 
     faults.find = find
     with pytest.MonkeyPatch.context() as patch:
