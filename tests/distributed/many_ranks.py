@@ -46,12 +46,10 @@ def walk(model_dir: str, stage: int, dtype: str) -> dict[str, object]:
         engine.save_states(Path(folder))
         [file] = Path(folder).glob("*.pt")
         content = torch.load(file)
-    with CommDebugMode() as export:
-        shapes = {n: [*t.shape] for n, t in exported_parameters(hf_model_of(engine.module))}
+    shapes = {n: [*t.shape] for n, t in exported_parameters(hf_model_of(engine.module))}
     return {
         "step": counted(step),
         "save": counted(save),
-        "export": counted(export),
         "shapes": shapes,
         "file": file.name,
         "held": {name: [part["start"], part["fp32"].numel()] for name, part in content.items()},

