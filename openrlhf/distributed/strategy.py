@@ -183,7 +183,8 @@ class DeepSpeedStrategy:
         if is_quantized(model):  # packed weights have no type to change
             return EvalEngine(model.to(self.device), self.device)
         self._split_layers(model)
-        if self.topology.tp_size > 1 or (self.ds.zero_stage < 3 and not offload):
+        is_whole = self.ds.zero_stage < 3 or model_size.num_copies == 1
+        if self.topology.tp_size > 1 or (is_whole and not offload):
             return EvalEngine(model.to(self.device, dtype=model_size.dtype), self.device)
         config = _common(self.ds.model_copy(update={"adam_offload": False}), model_size, 3)
         if offload:
@@ -278,15 +279,18 @@ def training_config(
 def effective_stage(ds: DeepSpeedConfig, model_size: ModelSize) -> int:
     """Return the stage DeepSpeed runs: the same mathematics as `ds.zero_stage`, at the least cost.
 
-    On one rank nothing can be partitioned, and fp32 weights need no master copy: stages 1 and 2 are
-    stage 0. In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum micro-batches in
-    fp32 and check them. Nor does it clip gradients of split layers as a whole elsewhere.
+    On one rank nothing can be partitioned: stage 3, which takes two to five times the host's time
+    and more memory, is stage 2 (unless a user's JSON may offload parameters), and fp32 weights need
+    no master copy: all are stage 0. In 16 bits stages 0 and 1 are stage 2: only there does
+    DeepSpeed sum micro-batches in fp32 and check them. Nor does it clip gradients of split layers
+    as a whole elsewhere.
     """
+    is_alone = model_size.num_copies == 1
+    stage = min(ds.zero_stage, 2) if is_alone and ds.config is None else ds.zero_stage
     needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile or ds.config is not None
     if model_size.dtype != torch.float32 or ds.tensor_parallel_size > 1:
-        return max(2, ds.zero_stage)
-    is_alone = model_size.num_copies == 1 and ds.zero_stage < 3
-    return 0 if is_alone and not needs_zero else ds.zero_stage
+        return max(2, stage)
+    return 0 if is_alone and not needs_zero else stage
 
 
 def merge_user_config(config: dict[str, Any], ds: DeepSpeedConfig) -> None:

@@ -3,6 +3,7 @@ change nothing.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -333,7 +334,9 @@ ALONE = ModelSize(torch.float32, num_parameters=1000, num_copies=1)
     [
         (2, FP32, {}, 2),
         (2, ALONE, {}, 0),
-        (3, ALONE, {}, 3),
+        (3, ALONE, {}, 0),
+        (3, replace(BF16, num_copies=1), {"enable_sleep": True}, 2),
+        (3, ALONE, {"config": "offloaded_parameters.json"}, 3),
         (2, ALONE, {"adam_offload": True}, 2),
         (1, BF16, {}, 2),
         (0, BF16, {}, 2),

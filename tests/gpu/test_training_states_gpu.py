@@ -116,7 +116,7 @@ def test_training_goes_on_as_if_its_states_had_never_been_away(tmp_path, device)
             if device == "cuda":  # at least the two moments of Adam, fp32
                 assert min(moved["freed"]) >= 2 * 4 * num_parameters, name
             assert moved["saved"] == stayed["saved"] >= {"fp32", "exp_avg", "exp_avg_sq"}, name
-            is_zero3 = name.startswith("zero3")
+            is_zero3 = name.startswith("zero3") and num_ranks > 1  # one rank runs ZeRO-2
             assert moved["grads_away"] == [0 if is_zero3 else None] * NUM_STEPS, name
 
 

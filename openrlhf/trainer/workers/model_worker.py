@@ -40,6 +40,7 @@ from openrlhf.trainer.ppo_utils.update_plan import Skip, UpdateResult, UpdateSte
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.gpus import peak_memory_gib
 from openrlhf.utils.images import ImageProcessor
+from openrlhf.utils.memory import pass_over_old_objects
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, Health, progress
@@ -183,6 +184,8 @@ class TrainedWorker(ModelWorker):
         num_parameters = sum(p.numel() for p in model.parameters())
         self.model = model
         self.engine = self.strategy.prepare_train(model, section, num_updates=num_updates)
+        if self.is_actor:
+            pass_over_old_objects()
         return num_parameters
 
     def offload_states(self) -> None:

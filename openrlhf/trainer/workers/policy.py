@@ -265,7 +265,7 @@ class PolicyModelActor(TrainedWorker):
         """Sample with the policy itself (no vLLM); every rank of the group must call."""
         if self.generator is None:
             model: nn.Module = self.actor.model
-            if self.config.ds.zero_stage == 3:
+            if self.engine.zero_stage == 3:
                 # Each forward is a collective then, and ranks decode different numbers of tokens:
                 # every rank generates with a whole copy.
                 model = load_causal_lm(self.config.policy_path, self.config)
