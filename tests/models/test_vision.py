@@ -57,11 +57,11 @@ def test_positions_that_ignore_the_grid_would_be_found(folder, monkeypatch):
     samples, actor = Samples(folder), Actor(load_causal_lm(folder))
     if not samples.processor.family.has_grid_positions:
         return  # a place in the row is all there is
-    batch = samples.batch([0])
+    batch = samples.batch([2])
     right = actor(batch).logprobs
     flat = torch.arange(len(batch.token_ids)).expand(3, -1)
     monkeypatch.setattr(vision, "rotary_positions", lambda *_: flat)
-    assert (actor(batch).logprobs - right).abs().max() > 1e-4  # a hundred times what is allowed
+    assert (actor(batch).logprobs - right).abs().max() > 1e-3  # a thousand times what is allowed
 
 
 def test_a_family_whose_pictures_are_read_otherwise_is_refused(folder, monkeypatch):
