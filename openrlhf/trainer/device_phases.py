@@ -1,5 +1,6 @@
 """Who holds device memory in which phase of a step."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -34,6 +35,20 @@ class DevicePhases:
         self.engines = list(engines) if engines_sleep else []
         self.training_sleeps = training_sleeps
         self.awake: set[str] = {"weights", "kv_cache"}
+        self._moving_s = 0.0
+
+    def take_moving_s(self) -> float:
+        """Return the seconds that engines and training states took to leave the devices and to come
+        back, since the last call.
+        """
+        seconds, self._moving_s = self._moving_s, 0.0
+        return seconds
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._moving_s += time.monotonic() - start
 
     @property
     def needs_weights(self) -> bool:
@@ -43,7 +58,8 @@ class DevicePhases:
     def put_away(self, group: WorkerGroup) -> None:
         """Move the group's training states off the device until its update."""
         if self.training_sleeps:
-            group.call(TrainedWorker.offload_states)
+            with self._moving():
+                group.call(TrainedWorker.offload_states)
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -63,7 +79,8 @@ class DevicePhases:
     def update(self, group: WorkerGroup) -> Iterator[None]:
         """Hold the group's training states on the device inside."""
         if self.training_sleeps:
-            group.call(TrainedWorker.reload_states)
+            with self._moving():
+                group.call(TrainedWorker.reload_states)
         try:
             yield
         finally:
@@ -96,5 +113,6 @@ class DevicePhases:
             with suppress(LostEngineError):  # it is replaced
                 engine.call(method, *args)
 
-        with ThreadPoolExecutor(max_workers=max(len(self.engines), 1)) as pool:
+        num_calls = max(len(self.engines), 1)
+        with self._moving(), ThreadPoolExecutor(max_workers=num_calls) as pool:
             list(pool.map(call, [engine for engine in self.engines if engine.is_up]))

@@ -198,6 +198,8 @@ class PPOTrainer:
             if not self.is_over:
                 state.unlogged.merge(metrics)
             return
+        if moving_s := self.phases.take_moving_s():
+            metrics.add("moving_s", moving_s, reduction="sum")
         self._kept_s[state.global_step] = metrics["timing/step_total"]
         self.report(state.global_step, metrics, rollouts, file)
         for callback in self.callbacks:
