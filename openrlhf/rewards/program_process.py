@@ -461,7 +461,7 @@ def under_test(tree: ast.Module) -> set[str]:
     return used - REACHING if len(used) == 1 else set()
 
 
-def execute(name: str, module: SimpleNamespace, count: list[int]) -> None:
+def execute(name: str, module: SimpleNamespace) -> None:
     """Execute a function or class of a module as pytest does, if it is one of tests."""
     tests = getattr(module, name)
     if not isinstance(tests, type):
@@ -474,7 +474,6 @@ def execute(name: str, module: SimpleNamespace, count: list[int]) -> None:
         unittest.TestLoader().loadTestsFromTestCase(tests).run(result)
         if not result.wasSuccessful():
             raise AssertionError
-        count += [1] * (result.testsRun - len(result.skipped))
     elif name.startswith("Test"):
         prepare(tests, "setup_class", tests)
         for method in filter(lambda name: name.startswith("test"), dir(tests)):
@@ -561,7 +560,7 @@ def test(job: dict[str, Any], usual: dict[str, Any]) -> None:
         tests = SimpleNamespace(**{name: names[name] for name in defined})
         prepare(tests, "setup_module", module)
         for name in defined:
-            execute(name, tests, count)
+            execute(name, tests)
         prepare(tests, "teardown_module", module)
         passed = all(vars(builtins)[name] is value for name, value in __builtins__.items())
     finally:

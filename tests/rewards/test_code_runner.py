@@ -235,6 +235,14 @@ def test_tests_that_cannot_be_executed_are_an_error_of_the_data():
 
 def test_checks_that_a_program_keeps_from_being_executed_are_not_passed():
     assert not passes_tests("def f(): return []", "for n in f():\n    assert n == 1")
+    tests = """
+import unittest
+class Tests(unittest.TestCase):
+    def test_f(self):
+        for n in f(): self.assertEqual(n, 1)
+"""
+    assert passes_tests("def f(): return [1]", tests)
+    assert not passes_tests("def f(): return []", tests)
     assert not passes_tests(RIGHT, "def test_f():\n    yield\n    assert double(2) == 4")
     assert not passes_tests(RIGHT, "def test_f():\n    def later(): assert double(2) == 4")
     # Where nothing is returned, something must have been checked in this very test.
