@@ -6,7 +6,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from openrlhf.config.base import CommandConfig, Option, OwnFunction, walk
 from openrlhf.config.cli import nearest, typed_value
@@ -132,6 +132,8 @@ def _kind(annotation: Any) -> str:
         return "none"
     if annotation == OwnFunction:
         return "FILE.py:NAME"
+    if origin is Annotated:
+        return _kind(parts[0])
     if origin is Literal:
         return "{" + ",".join(map(str, parts)) + "}"
     if origin is tuple:

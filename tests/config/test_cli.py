@@ -172,6 +172,7 @@ def test_flags_stand_in_groups_with_values_help_names_and_defaults():
         "--algo.kl.target FLOAT|none KL to adapt to; unset: fixed. Also "
         "--kl_target. (default: none)",
         "--actor.adam.betas FLOAT FLOAT Adam betas. Also --adam_betas. (default: 0.9 0.95)",
+        "--rollout.stop_token_ids INT ...|none Token ids that end a response.",
         "--train.async_num_tasks INT Agents of an engine. Also --async_num_tasks. Environment: "
         "OPENRLHF_ASYNC_NUM_TASKS. (default: 128)",
         "--use_ms ModelScope instead of the Hugging Face hub. (default: false)",
