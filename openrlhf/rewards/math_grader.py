@@ -46,6 +46,9 @@ DENIED = re.compile(
 WRONG = re.compile(
     r"\b(?:wrong|incorrect)\b|错|(?:では|じゃ)(?:な|あり)|아니|아닙|ليس", re.IGNORECASE
 )
+ALL_BUT = re.compile(
+    r"\b(?i:(?:all|any\w*) but|no|without|(?:none|half|opposite|complement) of) \(?[A-J](?!\w)"
+)
 REASON = re.compile(
     r",?\s*\b(?:because|since|where|which|if|when|given|whether)\b.*", re.IGNORECASE
 )
@@ -220,7 +223,8 @@ def _chosen(text: str) -> set[str]:
     if labelled and not LETTER.search(INITIALS.sub("", labelled[2])):
         return {labelled[1]}
     text = REASON.sub("", DENIED.sub("", text))
-    return set() if WRONG.search(text) else set(LETTER.findall(text))
+    is_refused = WRONG.search(text) or ALL_BUT.search(text)
+    return set() if is_refused else set(LETTER.findall(text))
 
 
 def _is_words(truth: str) -> bool:
