@@ -472,7 +472,8 @@ def _to_message(item: object, unread: set[str], *, reads_pictures: bool = False)
         others["tool_calls"] = _tool_calls(calls, unread)
     if content is None and (role not in ("assistant", "tool") or not others):
         found = f", but with {', '.join(others)}" if others else ""
-        raise RowError(f"a {role} message without content{found}")
+        article = "an" if role == "assistant" else "a"
+        raise RowError(f"{article} {role} message without content{found}")
     content = _content(content, role, unread, reads_pictures=reads_pictures)
     return {"role": role, "content": content, **others}
 
