@@ -178,7 +178,9 @@ def _rate_flags(metrics: Values, history: Sequence[Values]) -> dict[str, str]:
             f"tenth of {flag}."
         }
     is_warm = bool(history) and rate <= history[-1].get(f"{model}lr", 0.0)
-    if is_warm and f"{model}update_ratio" in metrics and ratio < MIN_UPDATE_RATIO:
+    has_gradient = metrics.get(f"{model}grad_norm", 1.0) > 0  # without one no rate changes anything
+    has_ratio = f"{model}update_ratio" in metrics
+    if is_warm and has_gradient and has_ratio and ratio < MIN_UPDATE_RATIO:
         return {
             "no_rate": f"an update changes the weights by {ratio:.1g} of their size, which is lost "
             f"in rounding: nothing is learnt. Try a larger {flag} ({rate:.2g} now)."

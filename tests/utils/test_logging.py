@@ -126,6 +126,8 @@ def test_an_update_that_rounding_undoes_is_named_once_the_rate_has_warmed_up():
     assert step_line.hints(small, []) == []
     assert step_line.hints(small, [{"loss": 1.0, "lr": 5e-10}]) == []
     assert step_line.hints(small | {"update_ratio": 1e-6}, [{"loss": 1.0, "lr": 1e-9}]) == []
+    equal = rl(group_reward_std=0.0, actor_grad_norm=0.0, actor_update_ratio=0.0)  # no gradient
+    assert step_line.hints(equal, [equal]) == []
 
 
 def test_truncation_mismatch_and_entropy_have_their_hints():
