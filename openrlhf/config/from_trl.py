@@ -21,7 +21,7 @@ OF_ALL = {
     "bf16": "`--bf16`",
     "fp16": "`--param_dtype fp16`",
     "gradient_checkpointing": "`--gradient_checkpointing`",
-    "use_liger_kernel": "`--use_liger_kernel`",
+    "use_liger_kernel, use_liger_loss": "`--use_liger_kernel`",
     "attn_implementation": "`--attn_implementation`",
     "use_peft, lora_r, lora_alpha, lora_target_modules": (
         "`--lora_rank`, `--lora_alpha`, `--target_modules`"

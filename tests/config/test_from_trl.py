@@ -51,6 +51,7 @@ def test_every_flag_of_the_table_is_one_of_a_trainers():
         (SFTConfig, "load_best_model_at_end", "--save_best: the best model is kept"),
         (PPOConfig, "log_completions", "--print_samples; every sample is in rollouts/."),
         (PPOConfig, "use_vllm", "vLLM engines are the default"),
+        (PPOConfig, "use_liger_loss", "--use_liger_kernel."),  # not --use_kl_loss
     ],
 )
 def test_the_words_that_trls_users_type_first_get_the_right_neighbour(config_class, word, remedy):
