@@ -158,5 +158,8 @@ def machine_fault(error: BaseException) -> MachineError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error; its name where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error, with the next one if it ends in a colon; its name where it
+    says nothing.
+    """
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first

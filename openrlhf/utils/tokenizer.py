@@ -66,6 +66,9 @@ def load_tokenizer(
         problem += "hub name that can be reached."
         if "trust_remote_code" in str(error):
             problem = "runs code of its own. Add --trust_remote_code if you trust it."
+        if isinstance(error, StrictDataclassError):  # of the model, not of the tokenizer
+            reason = first_line(error)
+            problem = f"needs config.json, which is wrong: {reason}. Copy the model again."
         raise ConfigError(f"tokenizer {name_or_path} {problem}") from error
     if len(tokenizer) == len(tokenizer.all_special_ids):  # made of no file at all
         raise ConfigError(

@@ -63,11 +63,21 @@ def test_a_config_that_makes_no_model_is_refused(
     assert message in refusal(model, refuse)
 
 
-def test_a_number_as_text_in_a_config_is_named_by_model_and_tokenizer(model: Path) -> None:
-    edit(model, hidden_size="64")
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("hidden_size", "64", "field 'hidden_size': .*expected int, got str"),
+        ("num_hidden_layers", -1, r"`num_hidden_layers` \(-1\) must be equal"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_named_with_its_reason_by_model_and_tokenizer(
+    model: Path, field: str, value: object, reason: str
+) -> None:
+    edit(model, **{field: value})
     for load in (load_config, load_tokenizer):
-        with pytest.raises(ConfigError, match="field 'hidden_size'"):
+        with pytest.raises(ConfigError, match=reason) as caught:
             load(str(model))
+        assert "tokenizer files" not in str(caught.value)
 
 
 def test_an_index_that_leads_out_of_the_folder_is_refused(model: Path, refuse) -> None:
