@@ -127,7 +127,7 @@ def share_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> Share:
     work = activations(shape, model, ds)
     stage = effective_stage(ds, model_size)
     if not model.trains:
-        stage = 3 if model.offload or (ds.zero_stage == 3 and num_copies > 1) else 0
+        stage = 3 if model.offload or stage == 3 else 0
     if stage == 3:
         weights /= num_copies
         work += size * min(MAX_WHOLE, shape.num_parameters)

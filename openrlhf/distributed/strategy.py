@@ -183,7 +183,7 @@ class DeepSpeedStrategy:
         if is_quantized(model):  # packed weights have no type to change
             return EvalEngine(model.to(self.device), self.device)
         self._split_layers(model)
-        is_whole = self.ds.zero_stage < 3 or model_size.num_copies == 1
+        is_whole = effective_stage(self.ds, model_size) < 3
         if self.topology.tp_size > 1 or (is_whole and not offload):
             return EvalEngine(model.to(self.device, dtype=model_size.dtype), self.device)
         config = _common(self.ds.model_copy(update={"adam_offload": False}), model_size, 3)

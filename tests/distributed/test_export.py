@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
-from openrlhf.distributed.collectives import shut_down
+from openrlhf.distributed.collectives import shut_down, world_size
 from openrlhf.distributed.export import export_hf, without_folders, write_folder
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
@@ -268,6 +268,8 @@ def load_all(folder: Path) -> dict[str, dict]:
         stage = 2 if "ZeRO-2" in name else 3
         strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=stage, param_dtype="bf16"), seed=1)
         strategy.setup()
+        if world_size() == 1 and name not in OFFLOADED:
+            continue  # one rank splits nothing else
         with whole_moves() as moved:
             if name == "trained":
                 engine = strategy.prepare_train(make_tied(), OptimizerConfig(), num_updates=1)

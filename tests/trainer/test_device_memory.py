@@ -8,7 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from torch import nn
 from openrlhf.commands.rl_inputs import prepare_inputs
 from openrlhf.commands.train_rl import _run, worker_classes
 from openrlhf.config.cli import parse_config
+from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed import strategy
+from openrlhf.distributed.strategy import ModelSize, effective_stage
 from openrlhf.trainer.local_cluster import Cluster
 from openrlhf.trainer.ppo_state import open_run
 from openrlhf.trainer.ppo_trainer import PPOTrainer
@@ -205,6 +208,11 @@ def run_of(
         return move(module, *args, **options)
 
     inputs = prepare_inputs(config, has_engines=False)
+
+    def of_many(ds: DeepSpeedConfig, size: ModelSize) -> int:
+        return effective_stage(ds, replace(size, num_copies=8))  # this process is one of them
+
+    monkeypatch.setattr(strategy, "effective_stage", of_many)
     monkeypatch.setattr(nn.Module, "to", noted_move)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: noted("empty"))
     _run(config, inputs, run.cluster(config), open_run(config, inputs), PPOTrainer)
