@@ -472,8 +472,7 @@ def _to_message(item: object, unread: set[str], *, reads_pictures: bool = False)
         others["tool_calls"] = _tool_calls(calls, unread)
     if content is None and (role not in ("assistant", "tool") or not others):
         found = f", but with {', '.join(others)}" if others else ""
-        article = "an" if role == "assistant" else "a"
-        raise RowError(f"{article} {role} message without content{found}")
+        raise RowError(f"a message of role {role} without content{found}")
     content = _content(content, role, unread, reads_pictures=reads_pictures)
     return {"role": role, "content": content, **others}
 

@@ -35,20 +35,14 @@ class DevicePhases:
         self.engines = list(engines) if engines_sleep else []
         self.training_sleeps = training_sleeps
         self.awake: set[str] = {"weights", "kv_cache"}
-        self._moving_s = 0.0
-
-    def take_moving_s(self) -> float:
-        """Return the seconds that engines and training states took to leave the devices and to come
-        back, since the last call.
-        """
-        seconds, self._moving_s = self._moving_s, 0.0
-        return seconds
+        # Seconds that engines and training states took to leave the devices and to come back.
+        self.moving_s = 0.0
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
         start = time.monotonic()
         yield
-        self._moving_s += time.monotonic() - start
+        self.moving_s += time.monotonic() - start
 
     @property
     def needs_weights(self) -> bool:

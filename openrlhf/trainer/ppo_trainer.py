@@ -179,7 +179,7 @@ class PPOTrainer:
         """Make a step, with the samples of one that was not finished if there are any; report,
         evaluate and save what is due.
         """
-        state, metrics = self.state, Metrics()
+        state, metrics, moved_s = self.state, Metrics(), self.phases.moving_s
         with timed("step_total", metrics):
             if not self._undone:
                 self._generated = Metrics()
@@ -198,7 +198,7 @@ class PPOTrainer:
             if not self.is_over:
                 state.unlogged.merge(metrics)
             return
-        if moving_s := self.phases.take_moving_s():
+        if moving_s := self.phases.moving_s - moved_s:
             metrics.add("moving_s", moving_s, reduction="sum")
         self._kept_s[state.global_step] = metrics["timing/step_total"]
         self.report(state.global_step, metrics, rollouts, file)

@@ -21,8 +21,8 @@ def collecting_only_new_objects() -> Iterator[None]:
 
 
 def pass_over_old_objects() -> None:
-    """Keep Python's collector off what there is now, for good: in a process that ends with its
-    model. DeepSpeed collects each time that training states leave the device.
+    """Keep Python's collector off all objects that there are now, until `gc.unfreeze`. DeepSpeed
+    collects each time training states leave the device, and would look through them all.
     """
     gc.collect()
     gc.freeze()

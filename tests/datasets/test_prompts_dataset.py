@@ -117,8 +117,12 @@ def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, colum
         (None, False, "row 2: 'input' is missing"),
         ([{"role": "user", "content": " "}], True, "row 2: 'input' is empty"),
         ([{"role": "boss", "content": "x"}], True, "row 2: unknown role 'boss'"),
-        ([{"role": "user", "content": None}], True, "row 2: a user message without content"),
-        ([{"role": "assistant"}], True, "row 2: an assistant message without content"),
+        (
+            [{"role": "user", "content": None}],
+            True,
+            "row 2: a message of role user without content",
+        ),
+        ([{"role": "assistant"}], True, "row 2: a message of role assistant without content"),
     ],
 )
 def test_rows_that_say_nothing_are_named(tokenizer, value, is_chat, message):

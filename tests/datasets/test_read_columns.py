@@ -319,7 +319,9 @@ def test_a_line_break_of_two_characters_in_the_template_is_said(tokenizer):
 
 def test_a_message_whose_words_stand_under_another_key_is_not_called_empty(tokenizer):
     rows = [{"messages": [{"role": "user", "parts": "q"}, DIALOGUE[-1]]}]
-    with pytest.raises(DataError, match="row 1: a user message without content, but with parts"):
+    with pytest.raises(
+        DataError, match="row 1: a message of role user without content, but with parts"
+    ):
         sft(tokenizer, *rows)
 
 

@@ -36,8 +36,9 @@ def test_a_hybrid_run_takes_turns_on_one_device_and_agrees_with_its_engine(
     assert len(steps) == 3
     # The weights of every step reached the engine, asleep before and awake after.
     assert all(step["vllm_kl"] < 0.1 and step["ratio_max"] < 2 for step in steps)
-    # Moves of states are copies: Python's garbage is not searched for each of them.
-    assert 0 < min(step["moving_s"] for step in steps) < 0.5
+    # Moves of states are copies: Python's garbage is not searched for each of them. On a GPU the
+    # engine's memory takes its time, too.
+    assert 0 < min(step["moving_s"] for step in steps) < (0.5 if device == "cpu" else 5)
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert exported.config.hidden_size == 128
     assert (tmp_path / "ckpt" / "global_step2").is_dir()
