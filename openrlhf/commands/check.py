@@ -25,7 +25,6 @@ from openrlhf.commands.check_memory import (
     Model,
     Shape,
     cache_bytes_per_token,
-    in_words,
     model_size_of,
     peaks_of,
     shape_of,
@@ -62,6 +61,7 @@ from openrlhf.trainer.ppo_utils.demands import (
 )
 from openrlhf.utils.console import notice, print_banner, warn
 from openrlhf.utils.images import is_vision
+from openrlhf.utils.memory import human_size
 
 ROOM = 0.8  # of the free memory, for the weights of reward models
 REWARD_S = 30.0  # for the rewards of two rows
@@ -353,7 +353,7 @@ class Plan:
             engine = self.engine_bytes(config, engines[0].num_ranks, have)
             sleeps = config.engines_share_devices and config.vllm.enable_sleep
         if engine:
-            lines["vllm"] = f"{in_words(engine)} weights and cache"
+            lines["vllm"] = f"{human_size(engine)} weights and cache"
             pools.setdefault(engines[0].pool if self.has_gpus else "", [])
         elif engines and self.has_gpus:
             lines["vllm"] = f"{config.vllm.gpu_memory_utilization:.0%} of its GPU"
@@ -368,9 +368,9 @@ class Plan:
             )
             peak += PROCESS * sum(counts)
             place = "this machine" if not self.has_gpus else f"a GPU of {pool}" if pool else "a GPU"
-            lines[place] = f"{in_words(peak)} at most"
+            lines[place] = f"{human_size(peak)} at most"
             if have is not None:
-                lines[place] += f"; {in_words(have)} are there"
+                lines[place] += f"; {human_size(have)} are there"
                 with self.gathered:
                     self.judge(place, certain, peak, have)
         if lines:
@@ -381,11 +381,12 @@ class Plan:
         less, less_work = LESS[bool(self.trained)]
         if certain > have:
             raise ConfigError(
-                f"memory of {place}: {in_words(certain)} of weights, optimizer states and engines "
-                f"do not fit into {in_words(have)}. Type {less}."
+                f"memory of {place}: {human_size(certain)} of weights, optimizer states and "
+                f"engines do not fit into {human_size(have)}. Type {less}."
             )
         if peak > have:
-            warn(f"memory of {place}: about {in_words(peak)} of {in_words(have)}. Type {less_work}")
+            peak_text = f"about {human_size(peak)} of {human_size(have)}"
+            warn(f"memory of {place}: {peak_text}. Type {less_work}")
 
     def has_room_for(self, roles: Iterable[str]) -> bool:
         """Return True if this machine has memory now for the weights of these roles."""
@@ -433,21 +434,25 @@ class Plan:
         with self.gathered:
             check_room(exported.module, folder, num_copies=num_copies)
         size = num_copies * exported.num_trained * exported.dtype.itemsize
-        lines = {"model": f"{in_words(size)} in {folder}; {in_words(free_bytes(folder))} are free"}
+        lines = {
+            "model": f"{human_size(size)} in {folder}; {human_size(free_bytes(folder))} are free"
+        }
         if ckpt.save_steps > 0:
             states = sum(3 * 4 * shape.num_trained for shape in self.trained.values())
             each = (0 if ckpt.disable_ds else states) + (size if ckpt.save_hf else 0)
             free = free_bytes(Path(ckpt.path))
             need = (ckpt.max_num + 1) * each  # a new one is written before the oldest goes
-            told = f"{ckpt.max_num} of {in_words(each)} in {ckpt.path}; {in_words(free)} are free"
+            told = (
+                f"{ckpt.max_num} of {human_size(each)} in {ckpt.path}; {human_size(free)} are free"
+            )
             lines["checkpoints"] = told
             if not ckpt.disable_ds:
                 sleeps = self.has_gpus and config.ds.enable_sleep
                 what = "the copy of a checkpoint" + " and states that sleep" * sleeps
-                host = f"{in_words(states * (1 + sleeps))} for {what}, over all nodes"
-                lines["host memory"] = f"{host}; {in_words(free_memory())} are free here"
+                host = f"{human_size(states * (1 + sleeps))} for {what}, over all nodes"
+                lines["host memory"] = f"{host}; {human_size(free_memory())} are free here"
             if not has_room(Path(ckpt.path), need):
                 told = f"--ckpt_path {ckpt.path}: {ckpt.max_num + 1} checkpoints take "
-                told += f"{in_words(need)}, and {in_words(free)} are free. Type a smaller "
+                told += f"{human_size(need)}, and {human_size(free)} are free. Type a smaller "
                 warn(f"{told}--max_ckpt_num, or make room")
         print_banner({"disk": lines})

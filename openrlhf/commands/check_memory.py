@@ -20,6 +20,7 @@ from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import empty_model, load_config, resolve_dtype
 from openrlhf.models.support import num_experts_per_token
 from openrlhf.models.vision import freeze_tower
+from openrlhf.utils.memory import human_size
 
 FP32 = 4  # bytes of a number
 FOUR_BITS = 0.53  # bytes of a number in NF4, with its scales
@@ -95,7 +96,7 @@ class Share:
             f"micro-batch of {model.num_tokens:,} tokens": self.work,
             "offloaded": self.host,
         }
-        told = " + ".join(f"{in_words(size)} {what}" for what, size in parts.items() if size)
+        told = " + ".join(f"{human_size(size)} {what}" for what, size in parts.items() if size)
         return f"{told}, on each of {model.num_ranks} ranks" if model.num_ranks > 1 else told
 
 
@@ -201,10 +202,3 @@ def activations(shape: Shape, model: Model, ds: DeepSpeedConfig) -> float:
     learns_head = model.trains and not model.scores and not ds.lora.rank and size < FP32
     head = learns_head * FP32 * hidden * text.vocab_size / ds.tensor_parallel_size
     return (kept + layer) * num_tokens + 2 * FP32 * num_logits + head
-
-
-def in_words(num_bytes: float) -> str:
-    """Return a size as people read it: 3.4 MB, 0.27 GB, 14.2 GB."""
-    if num_bytes < 1e8:
-        return f"{num_bytes / 1e6:.1f} MB"
-    return f"{num_bytes / 1e9:.{1 if num_bytes >= 1e10 else 2}f} GB"

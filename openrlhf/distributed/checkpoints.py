@@ -43,10 +43,11 @@ from openrlhf.distributed.collectives import (
     on_main,
     together,
 )
-from openrlhf.distributed.folders import GB, MARGIN, Write, free_bytes, has_room
+from openrlhf.distributed.folders import MARGIN, Write, free_bytes, has_room
 from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError, LostRankError
 from openrlhf.utils import stopping
 from openrlhf.utils.console import notice, warn
+from openrlhf.utils.memory import human_size
 from openrlhf.utils.progress import progress, saying_what_is_awaited
 from openrlhf.utils.run_folder import CONFIG_FILE, ENDED_FILE, read_ending
 from openrlhf.utils.threads import start_thread, yield_cores
@@ -403,8 +404,8 @@ class RunCheckpoints:
         self.num_bytes = num_bytes
         if not on_main(lambda: has_room(self.store.root, num_bytes)):
             raise ConfigError(
-                f"--ckpt_path {self.config.path} has {free_bytes(self.store.root) / GB:.2f} GB "
-                f"free, and a checkpoint takes {num_bytes / GB:.2f} GB; {MARGIN:.0%} more must be "
+                f"--ckpt_path {self.config.path} has {human_size(free_bytes(self.store.root))} "
+                f"free, and a checkpoint takes {human_size(num_bytes)}; {MARGIN:.0%} more must be "
                 "free, for logs and rollouts. Make room, or type the path of a folder on another "
                 "disk."
             )
@@ -441,7 +442,7 @@ class RunCheckpoints:
         self.store.remove_torn()  # of a save whose ranks were lost
         if not has_room(self.store.root, self.num_bytes):
             raise CheckpointError(
-                f"it takes {self.num_bytes / GB:.2f} GB, {free_bytes(self.store.root) / GB:.2f} GB "
+                f"it takes {human_size(self.num_bytes)}, {human_size(free_bytes(self.store.root))} "
                 f"are free in {self.config.path}, and {MARGIN:.0%} more must be."
             )
         return self.store.stage(step)

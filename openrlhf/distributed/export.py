@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from openrlhf.distributed import collectives
-from openrlhf.distributed.folders import GB, MARGIN, flush, flush_one, free_bytes, has_room
+from openrlhf.distributed.folders import MARGIN, flush, flush_one, free_bytes, has_room
 from openrlhf.distributed.weights import exported_parameters, total_bytes
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.console import warn
 from openrlhf.utils.images import processor_files
+from openrlhf.utils.memory import human_size
 from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress, tracked
 from openrlhf.utils.tensors import NamedTensors
@@ -65,8 +66,8 @@ def export_hf(
             num_bytes = sum(tensor.nbytes for tensor in state.values())
             raise CheckpointError(
                 f"the model cannot be written to {path}: "
-                f"{getattr(error, 'strerror', None) or error}. It takes {num_bytes / GB:.2f} GB, "
-                f"{free_bytes(Path(path)) / GB:.2f} GB are free there."
+                f"{getattr(error, 'strerror', None) or error}. It takes "
+                f"{human_size(num_bytes)}, {human_size(free_bytes(Path(path)))} are free there."
             ) from None
 
     collectives.on_main(write)
@@ -81,8 +82,8 @@ def check_room(hf_model: nn.Module, path: Path, *, num_copies: int = 1) -> None:
     needed = num_copies * total_bytes(written)
     if not collectives.on_main(lambda: has_room(path, needed)):
         raise ConfigError(
-            f"--save_path {path} has {free_bytes(path) / GB:.2f} GB free, and the model takes "
-            f"{needed / GB:.2f} GB; {MARGIN:.0%} more must be free, for logs and rollouts. Make "
+            f"--save_path {path} has {human_size(free_bytes(path))} free, and the model takes "
+            f"{human_size(needed)}; {MARGIN:.0%} more must be free, for logs and rollouts. Make "
             "room, or type the path of a folder on another disk."
         )
 

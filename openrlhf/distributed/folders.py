@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from openrlhf.config.common import RunFolderConfig
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.console import warn
+from openrlhf.utils.memory import human_size
 from openrlhf.utils.run_folder import ENDED_FILE, HOLDER_FILE, POLICY, RECORDS, holds_a_run
 
 MANIFEST = "manifest.json"
 TEMPORARY = "tmp-"
 REMOVED = f"{TEMPORARY}removed-"
 MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side by side
-GB = 1e9
 MARGIN = 0.05  # of what is to be written: logs and rollouts grow meanwhile
 ROOM = 0.5  # of the free host memory, for copies of what is saved
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -127,8 +127,8 @@ def save_tensors(content: Mapping[str, Any], path: Path) -> None:
         tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
         raise CheckpointError(
             f"{getattr(reason, 'strerror', None) or reason}: {path.name} takes "
-            f"{sum(tensor.nbytes for tensor in tensors) / GB:.2f} GB, {free_bytes(path) / GB:.2f} "
-            f"GB are free in {path.parent}."
+            f"{human_size(sum(tensor.nbytes for tensor in tensors))}, "
+            f"{human_size(free_bytes(path))} are free in {path.parent}."
         ) from None
 
 
@@ -153,8 +153,9 @@ def take_tensors(
     if num_bytes > ROOM * free:
         if is_first:
             warn(
-                f"the step waits while {path} is written: copies take {num_bytes / GB:.2f} GB, "
-                f"more than half of the free memory of {socket.gethostname()} ({free / GB:.2f} GB)"
+                f"the step waits while {path} is written: copies take "
+                f"{human_size(num_bytes)}, more than half of the free memory of "
+                f"{socket.gethostname()} ({human_size(free)})"
             )
         save_tensors(content, path)
         return nothing

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from openrlhf.distributed.folders import GB, MARGIN, free_bytes, has_room, write_json
+from openrlhf.distributed.folders import MARGIN, free_bytes, has_room, write_json
 from openrlhf.errors import CheckpointError, LostRankError, NumericsError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_updates import StepInputs
@@ -27,6 +27,7 @@ from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.console import notice, warn
 from openrlhf.utils.framework_logs import END_OF_LOG
 from openrlhf.utils.images import write_pictures
+from openrlhf.utils.memory import human_size
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout, fields_of
 from openrlhf.utils.rollout_files import images_of
@@ -148,8 +149,8 @@ class StepDump:
         needed = sum(group.call(sizes, has_optimizer)[0] for group in groups)
         if not has_room(self.folder, needed):
             raise CheckpointError(
-                f"it takes {needed / GB:.2f} GB, {free_bytes(self.folder) / GB:.2f} GB are free in "
-                f"{self.folder.parent}, and {MARGIN:.0%} more must be."
+                f"it takes {human_size(needed)}, {human_size(free_bytes(self.folder))} are free "
+                f"in {self.folder.parent}, and {MARGIN:.0%} more must be."
             )
 
     def write_samples(self) -> None:

@@ -38,3 +38,10 @@ def keep_freed_memory() -> None:
         libc.malloc_trim(0)
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def human_size(num_bytes: float) -> str:
+    """Return a size as people read it: 3.4 MB, 0.27 GB, 14.2 GB."""
+    if num_bytes < 1e8:
+        return f"{num_bytes / 1e6:.1f} MB"
+    return f"{num_bytes / 1e9:.{1 if num_bytes >= 1e10 else 2}f} GB"

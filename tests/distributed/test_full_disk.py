@@ -53,7 +53,7 @@ def test_a_model_without_room_at_the_end_is_written_elsewhere(
     lines = capsys.readouterr().err.splitlines()
     [error] = [line for line in lines if line.startswith("error: ")]
     start = f"error: the model cannot be written to {tmp_path}/run: No space left on device. It "
-    assert error.startswith(start + "takes 0.00 GB, ")
+    assert error.startswith(start + "takes 0.4 MB, ")
     assert "Traceback" not in "".join(lines)
     [elsewhere] = (tmp_path / "elsewhere").iterdir()
     assert f"It was written to {elsewhere} instead: move it from there." in error
@@ -104,8 +104,8 @@ def test_checkpoints_without_room_do_not_cost_the_model(
         assert exit_code(train_sft.main, words) == 3
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(
-        r"error: checkpoint of step 3 was not saved: File too large: tp0-dp0.pt takes \d\.\d\d GB, "
-        rf"\d+\.\d\d GB are free in {tmp_path}/ckpt/tmp-global_step3/model\. There is no other "
+        r"error: checkpoint of step 3 was not saved: File too large: tp0-dp0.pt takes 1\.3 MB, "
+        rf"\d+\.\d+ [GM]B are free in {tmp_path}/ckpt/tmp-global_step3/model\. There is no other "
         rf"one\. It is failure 3 in a row: stopping\. The model was written to {tmp_path}/run\.",
         last,
     )
@@ -127,7 +127,7 @@ def test_a_disk_without_room_for_the_model_is_said_before_training(
     assert exit_code(train_sft.main, sft_words(tiny_model_dir, tmp_path)) == 2
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == (
-        f"error: --save_path {tmp_path}/run has 0.00 GB free, and the model takes 0.00 GB; 5% more "
+        f"error: --save_path {tmp_path}/run has 0.1 MB free, and the model takes 0.4 MB; 5% more "
         "must be free, for logs and rollouts. Make room, or type the path of a folder on another "
         "disk."
     )

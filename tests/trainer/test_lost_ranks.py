@@ -344,7 +344,7 @@ def test_a_suspect_step_is_not_kept_where_the_disk_has_no_room_for_it(
     with pytest.raises(EngineError, match="Step 5 has ended in this way before") as caught:
         trainer.fit()
     assert "It was kept" not in str(caught.value)
-    assert "warning: step 5 was not kept: it takes 0.00 GB, " in capsys.readouterr().err
+    assert "warning: step 5 was not kept: it takes 0.0 MB, " in capsys.readouterr().err
     assert not list(trainer.inputs.run_dir.glob("dumps/*"))
 
 
