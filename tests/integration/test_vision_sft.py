@@ -230,6 +230,7 @@ def test_a_frozen_tower_keeps_its_bits_and_an_adapter_is_on_the_language_model(r
     load_causal_lm(root / "merged")
 
 
+@pytest.mark.slow
 def test_recomputed_activations_give_the_same_weights_and_an_evaluation_sees_the_pictures(root):
     run_ranks(recompute_and_evaluate, 1, root)
     names = ("plain", "recomputed", "swapped")
