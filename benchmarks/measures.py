@@ -1,5 +1,5 @@
-"""One measurement a process: `python -m benchmarks.measures NAME FOLDER [MAX_NEW_TOKENS]` prints
-one JSON object.
+"""One measurement a process: `python -m benchmarks.measures NAME FOLDER [FIELD=VALUE ...]` prints
+one JSON object. The fields are those of `benchmarks.workload.Workload`.
 
 Each side of a ratio runs alone in a fresh process with the same threads; `benchmarks.run`
 alternates them. The two sides of training take turns in one process: they differ by less than two
@@ -7,6 +7,7 @@ processes do.
 """
 
 import json
+import resource
 import statistics
 import sys
 import time
@@ -18,32 +19,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import workload as w
+from benchmarks.limits import limit_s, seconds
+from benchmarks.workload import NUM_SAMPLES, Workload
 
-REPEATS = 5
 TURNS = 7  # of both sides of training
-MAX_TOKENS_PER_GPU = {64: 1024, 256: 2048}  # of a micro-batch of `training`: the fastest of each
+VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 Measurement = dict[str, float]
 
 
-def seconds(call: Callable[[], object], *, repeats: int = REPEATS, warm_up: int = 2) -> float:
-    """Median wall seconds of a call after warming up."""
-    for _ in range(warm_up):
-        call()
-    times = []
-    for _ in range(repeats):
-        start = time.monotonic()
-        call()
-        times.append(time.monotonic() - start)
-    return statistics.median(times)
-
-
-def num_steps_of(work: w.Workload) -> int:
-    """Steps of a run; two of them warm up."""
-    return 7 if work.max_new_tokens <= 64 else 5
-
-
-def _plain_llm(work: w.Workload) -> object:
+def _plain_llm(work: Workload) -> object:
     """vllm.LLM with the engine settings that ours has."""
     import os
 
@@ -56,51 +40,51 @@ def _plain_llm(work: w.Workload) -> object:
 
     return vllm.LLM(
         str(work.model),
-        dtype="float32",
+        dtype=VLLM_DTYPES[work.dtype],
         enforce_eager=True,
         skip_tokenizer_init=True,
         distributed_executor_backend="uni",
-        max_model_len=max(w.PROMPT_TOKENS) + work.max_new_tokens,
+        max_model_len=work.most_prompt + work.max_new_tokens,
         kv_cache_memory_bytes=1 << 30,
     )
 
 
-def generate_plain(work: w.Workload) -> Measurement:
+def generate_plain(work: Workload) -> Measurement:
     """vllm.LLM.generate on the same requests: the same engine settings, nothing of ours."""
     llm = _plain_llm(work)
     import vllm
 
     params = vllm.SamplingParams(
-        n=w.NUM_SAMPLES,
+        n=NUM_SAMPLES,
         max_tokens=work.max_new_tokens,
         ignore_eos=True,
         detokenize=False,
         logprobs=0,
     )
-    prompts = [{"prompt_token_ids": ids} for ids in w.prompt_token_ids()]
+    prompts = [{"prompt_token_ids": ids} for ids in work.prompt_token_ids]
     took = seconds(lambda: llm.generate(prompts, params, use_tqdm=False))
     return {"seconds": took, "tokens": work.num_completions * work.max_new_tokens}
 
 
-def _requests(work: w.Workload) -> list:
+def _requests(work: Workload) -> list:
     from openrlhf.engines.base import GenerationRequest, SamplingSettings
 
-    sampling = SamplingSettings(num_samples=w.NUM_SAMPLES, max_new_tokens=work.max_new_tokens)
+    sampling = SamplingSettings(num_samples=NUM_SAMPLES, max_new_tokens=work.max_new_tokens)
     return [
         GenerationRequest(str(i), tuple(ids), sampling)
-        for i, ids in enumerate(w.prompt_token_ids())
+        for i, ids in enumerate(work.prompt_token_ids)
     ]
 
 
-def generate_vllm(work: w.Workload) -> Measurement:
+def generate_vllm(work: Workload) -> Measurement:
     """Our engine on vLLM."""
     from openrlhf.engines.vllm_engine import VLLMEngine
 
     engine = VLLMEngine(
         {
             "model": str(work.model),
-            "dtype": "float32",
-            "max_model_len": max(w.PROMPT_TOKENS) + work.max_new_tokens,
+            "dtype": VLLM_DTYPES[work.dtype],
+            "max_model_len": work.most_prompt + work.max_new_tokens,
             "max_num_seqs": 256,
             "enable_prefix_caching": True,
         }
@@ -110,26 +94,28 @@ def generate_vllm(work: w.Workload) -> Measurement:
     return {"seconds": took, "tokens": work.num_completions * work.max_new_tokens}
 
 
-def generate_hf(work: w.Workload) -> Measurement:
+def generate_hf(work: Workload) -> Measurement:
     """Our engine on the policy itself (--vllm_num_engines 0)."""
     from openrlhf.engines.own_generate import OwnGenerate
     from openrlhf.models.loading import load_causal_lm
 
-    engine = OwnGenerate(load_causal_lm(work.model))
+    engine = OwnGenerate(load_causal_lm(work.model).to(work.torch_dtype))
     requests = _requests(work)
     took = seconds(lambda: engine.generate(requests))
     return {"seconds": took, "tokens": work.num_completions * work.max_new_tokens}
 
 
-def bare_loop(work: w.Workload) -> Callable[[], object]:
-    """Forward, backward and AdamW in plain torch and transformers: the samples of a prompt, which
-    are of one length, in a micro-batch.
+def bare_loop(work: Workload) -> Callable[[], object]:
+    """Forward, backward and AdamW on weights in fp32, in plain torch and transformers: the samples
+    of a prompt, which are of one length, in a micro-batch.
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    groups, n = w.groups_to_train_on(work), work.max_new_tokens
+    model = AutoModelForCausalLM.from_pretrained(work.model, dtype=work.torch_dtype)
+    computed = list(model.parameters())
+    weights = [p.detach().float().requires_grad_() for p in computed]
+    optimizer = torch.optim.AdamW(weights, lr=1e-6, fused=True)
+    groups, n = work.groups_to_train_on(), work.max_new_tokens
 
     def step() -> None:
         for rows in groups:
@@ -138,24 +124,26 @@ def bare_loop(work: w.Workload) -> Callable[[], object]:
                 logits.float().flatten(0, 1), rows[:, -n:].flatten(), reduction="sum"
             )
             (loss / (work.num_completions * n)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for weight, parameter in zip(weights, computed, strict=True):
+            weight.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(computed, weights)
 
     return step
 
 
-def _policy(work: w.Workload, folder: Path, *, zero_stage: int = 2) -> object:
+def _policy(work: Workload, folder: Path, *, zero_stage: int = 2) -> object:
     from openrlhf.config.ppo import PPOConfig
     from openrlhf.trainer.workers.policy import PolicyModelActor
 
-    max_tokens = MAX_TOKENS_PER_GPU.get(work.max_new_tokens, 2048)
     config = PPOConfig.model_validate(
         {
             "actor": {"model_name_or_path": str(work.model)},
             "rollout": {"max_new_tokens": work.max_new_tokens},
-            "train": {"dynamic_batch_enable": True, "max_tokens_per_gpu": max_tokens},
-            "ds": {"zero_stage": zero_stage},
+            "train": {"dynamic_batch_enable": True, "max_tokens_per_gpu": work.max_tokens},
+            "ds": {"zero_stage": zero_stage, "param_dtype": work.dtype},
         }
     )
     actor = PolicyModelActor(config, "actor", str(folder))
@@ -164,18 +152,18 @@ def _policy(work: w.Workload, folder: Path, *, zero_stage: int = 2) -> object:
     return actor
 
 
-def policy_update(work: w.Workload) -> Callable[[], object]:
+def policy_update(work: Workload) -> Callable[[], object]:
     """The policy's update on the same rows: packed, DeepSpeed, PPO loss on the response tokens."""
     from openrlhf.trainer.ppo_utils.update_plan import plan_updates, update_shares
 
-    actor, experience = _policy(work, work.model.parent), _experience(work)
+    actor, experience = _policy(work, work.folder), _experience(work)
     size = work.num_completions
     plan = plan_updates(experience, 1, train_batch_size=size, max_epochs=1, seed=0)
     [steps] = update_shares(experience, plan)
     return partial(actor.fit, steps)
 
 
-def training(work: w.Workload) -> Measurement:
+def training(work: Workload) -> Measurement:
     """The bare loop and the policy's update in turns; two of each warm up."""
     calls = {"bare": bare_loop(work), "seconds": policy_update(work)}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -187,19 +175,26 @@ def training(work: w.Workload) -> Measurement:
     return {name: statistics.median(each[2:]) for name, each in times.items()}
 
 
-def _experience(work: w.Workload) -> object:
+def update(work: Workload) -> Measurement:
+    """The policy's update, and the time and rate of its matrix products and attention alone."""
+    took = seconds(policy_update(work), repeats=3, warm_up=1)
+    limit, gflops = limit_s(work)
+    return {"seconds": took, "limit": limit, "gflops": gflops}
+
+
+def _experience(work: Workload) -> object:
     from openrlhf.trainer.ppo_utils.experience import Experience
     from openrlhf.utils.rollout import Rollout, sequence_tensors
 
     rollouts, n = [], work.max_new_tokens
-    rows = [row for group in w.groups_to_train_on(work) for row in group.tolist()]
+    rows = [row for group in work.groups_to_train_on() for row in group.tolist()]
     for i, row in enumerate(rows):
         token_ids, mask = sequence_tensors(row[:-n], row[-n:])
         rollouts.append(
             Rollout(
                 sample_id=str(i),
-                group_id=i // w.NUM_SAMPLES,
-                row_id=i // w.NUM_SAMPLES,
+                group_id=i // NUM_SAMPLES,
+                row_id=i // NUM_SAMPLES,
                 token_ids=token_ids,
                 action_mask=mask,
                 logprobs=torch.full((n,), -7.6),
@@ -217,7 +212,7 @@ def _experience(work: w.Workload) -> object:
     return replace(experience, advantages=noise)
 
 
-def memory_copy(work: w.Workload) -> Measurement:
+def memory_copy(work: Workload) -> Measurement:
     """Copying the model's weights once, tensor by tensor, into memory that is already there."""
     from safetensors.torch import load_file
 
@@ -232,17 +227,19 @@ def memory_copy(work: w.Workload) -> Measurement:
     return {"seconds": seconds(copy, repeats=20), "bytes": num_bytes}
 
 
-def weight_sync(work: w.Workload) -> Measurement:
+def weight_sync(work: Workload) -> Measurement:
     """Trainer to vLLM engine with buckets, fingerprints and receipt, both in this process."""
     from openrlhf.engines.vllm_engine import VLLMEngine
 
-    actor = _policy(work, work.model.parent)
-    engine = VLLMEngine({"model": str(work.model), "dtype": "float32", "max_model_len": 64})
+    actor = _policy(work, work.folder)
+    engine = VLLMEngine(
+        {"model": str(work.model), "dtype": VLLM_DTYPES[work.dtype], "max_model_len": 64}
+    )
     broadcast = partial(actor.broadcast_to_vllm, [engine])
     return {"seconds": seconds(broadcast, repeats=20, warm_up=5)}
 
 
-def vllm_reload(work: w.Workload) -> Measurement:
+def vllm_reload(work: Workload) -> Measurement:
     """vLLM's own layerwise reload of tensors that are at hand: no transfer, no proof."""
     from safetensors.torch import load_file
 
@@ -260,37 +257,36 @@ def vllm_reload(work: w.Workload) -> Measurement:
     return {"seconds": seconds(partial(llm.apply_model, load), repeats=20, warm_up=5)}
 
 
-def step(work: w.Workload) -> Measurement:
+def step(work: Workload) -> Measurement:
     """The whole GRPO step on Ray, vLLM and DeepSpeed; median of the steps after the first two."""
     return _ppo_step(work, ["--vllm_num_engines", "1"], on_ray=True)
 
 
-def step_local(work: w.Workload) -> Measurement:
+def step_local(work: Workload) -> Measurement:
     """The whole GRPO step in one process without Ray, the policy generating itself."""
     return _ppo_step(work, ["--vllm_num_engines", "0"], on_ray=False)
 
 
-def step_local_vllm(work: w.Workload) -> Measurement:
+def step_local_vllm(work: Workload) -> Measurement:
     """The whole GRPO step in one process without Ray, with vLLM in it."""
     return _ppo_step(work, ["--vllm_num_engines", "1"], on_ray=False)
 
 
-def _ppo_step(work: w.Workload, extra: list[str], *, on_ray: bool) -> Measurement:
+def _ppo_step(work: Workload, extra: list[str], *, on_ray: bool) -> Measurement:
     from openrlhf.cli import train_ppo, train_ppo_ray
     from openrlhf.utils.tracker import read_metrics
 
-    num_steps = num_steps_of(work)
-    folder = work.model.parent
+    folder = work.folder
     reward = folder / "reward.py"
     reward.write_text(REWARD_CODE)
     samples = str(work.num_completions)
     argv = (
         f"--pretrain {work.model} --remote_rm_url {reward} --input_key input "
-        f"--prompt_data {w.write_prompts(folder, num_steps=num_steps, model=work.model)} "
-        f"--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt {w.NUM_SAMPLES} "
-        f"--rollout_batch_size {w.NUM_PROMPTS} --train_batch_size {samples} "
+        f"--prompt_data {work.write_prompts()} "
+        f"--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt {NUM_SAMPLES} "
+        f"--rollout_batch_size {work.num_prompts} --train_batch_size {samples} "
         f"--micro_rollout_batch_size {samples} --use_dynamic_batch "
-        f"--train_max_tokens_per_gpu 2048 --prompt_max_len 64 "
+        f"--train_max_tokens_per_gpu 2048 --prompt_max_len 64 --param_dtype {work.dtype} "
         f"--generate_max_len {work.max_new_tokens} --actor_learning_rate 1e-6 "
         f"--save_path {folder / 'run'}"
     ).split()
@@ -308,16 +304,16 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def step_trl(work: w.Workload) -> Measurement:
+def step_trl(work: Workload) -> Measurement:
     """The whole step of TRL's GRPOTrainer: same model, prompts, dtype, group size and lengths."""
     import datasets
     import trl
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    num_steps = num_steps_of(work)
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
-    rows = [{"prompt": text} for text in w.prompt_texts(work.model)] * num_steps
+    rows = [{"prompt": text} for text in work.prompt_texts] * work.steps_of_a_run
     ends: list[float] = []
+    micro_batch = work.micro_batch or work.num_completions
 
     class Clock(TrainerCallback):
         """Notes when steps end."""
@@ -326,15 +322,15 @@ def step_trl(work: w.Workload) -> Measurement:
             ends.append(time.monotonic())
 
     args = trl.GRPOConfig(
-        output_dir=str(work.model.parent / "trl"),
-        per_device_train_batch_size=work.micro_batch,
-        gradient_accumulation_steps=work.num_completions // work.micro_batch,
-        num_generations=w.NUM_SAMPLES,
+        output_dir=str(work.folder / "trl"),
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=work.num_completions // micro_batch,
+        num_generations=NUM_SAMPLES,
         max_completion_length=work.max_new_tokens,
-        max_steps=num_steps,
+        max_steps=work.steps_of_a_run,
         learning_rate=1e-6,
         beta=0.0,
-        bf16=False,
+        bf16=work.dtype == "bf16",
         fp16=False,
         use_cpu=True,
         gradient_checkpointing=False,
@@ -371,6 +367,7 @@ MEASURES = {
         generate_vllm,
         generate_hf,
         training,
+        update,
         memory_copy,
         weight_sync,
         vllm_reload,
@@ -384,13 +381,10 @@ MEASURES = {
 
 def main() -> None:
     """Measure what the command line names."""
-    name, folder, *rest = sys.argv[1:]
-    max_new_tokens = int(rest[0]) if rest else 64
-    hidden_size = int(rest[1]) if len(rest) > 1 else 256
-    work = w.make_workload(Path(folder), max_new_tokens=max_new_tokens, hidden_size=hidden_size)
-    if len(rest) > 2:
-        work = replace(work, micro_batch=int(rest[2]))
-    print("RESULT " + json.dumps(MEASURES[name](work)))
+    name, *words = sys.argv[1:]
+    found = MEASURES[name](Workload.parsed(words[0], words[1:]))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print("RESULT " + json.dumps(found | {"peak_gib": peak}))
 
 
 if __name__ == "__main__":

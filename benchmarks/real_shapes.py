@@ -1,145 +1,106 @@
-"""The update of SmolLM2-135M against the arithmetic of its matrix products, in fp32 and bf16:
-`python -m benchmarks.real_shapes [--new-tokens 64 256] [--samples 32]`, after `make real-model`.
+"""SmolLM2-135M at real shapes: `python -m benchmarks.real_shapes`, after `make real-model`.
 
-The limit of an update is the time of its matrix products and of attention alone, forward and
-backward, at the sizes of its micro-batches, measured in the same process with the same threads.
-Each measurement is a process of its own; run it on an idle machine.
+A GRPO step of 32 samples with prompts of 50 tokens against the sum of its bare parts, its update
+against the arithmetic of its matrix products, and against TRL; steps of SFT and DPO against TRL.
+Each measurement is a process of its own; run it on an idle machine. A ratio that misses its goal is
+marked.
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import torch
-
-from benchmarks import measures
+from benchmarks.run import Bench, measure
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "smollm2-135m"
-NUM_PROMPT, NUM_SAMPLES = 50, 8  # tokens of a prompt, samples of one
-MAX_TOKENS = 2048  # of a micro-batch
-seconds = partial(measures.seconds, repeats=3, warm_up=1)
+DTYPES = ("fp32", "bf16")
+UPDATE_GOAL = {"fp32": 0.85}
 
 
-def update_s(dtype: str, num_new: int, num_samples: int, folder: Path) -> float:
-    """Return the seconds of a policy update: packed rows, PPO loss, DeepSpeed, AdamW."""
-    from openrlhf.config.ppo import PPOConfig
-    from openrlhf.trainer.ppo_utils.experience import Experience
-    from openrlhf.trainer.ppo_utils.update_plan import plan_updates, update_shares
-    from openrlhf.trainer.workers.policy import PolicyModelActor
-    from openrlhf.utils.rollout import Rollout, sequence_tensors
+class RealShapes(Bench):
+    """Keeps what was found, by measurement, type and number of new tokens."""
 
-    config = PPOConfig.model_validate(
-        {
-            "actor": {"model_name_or_path": str(MODEL)},
-            "rollout": {"max_new_tokens": num_new},
-            "train": {"dynamic_batch_enable": True, "max_tokens_per_gpu": MAX_TOKENS},
-            "ds": {"param_dtype": dtype},
-        }
-    )
-    actor = PolicyModelActor(config, "actor", str(folder))
-    actor.setup()
-    actor.init_model(1000)
-    generator = torch.Generator().manual_seed(0)
-    rollouts = []
-    for k in range(num_samples):
-        row = torch.randint(10, 49_000, (NUM_PROMPT + num_new,), generator=generator).tolist()
-        token_ids, mask = sequence_tensors(row[:NUM_PROMPT], row[NUM_PROMPT:])
-        rollouts.append(
-            Rollout(
-                sample_id=str(k),
-                group_id=k // NUM_SAMPLES,
-                row_id=k // NUM_SAMPLES,
-                token_ids=token_ids,
-                action_mask=mask,
-                logprobs=torch.full((num_new,), -10.8),
-                weight_versions=torch.zeros(num_new, dtype=torch.int32),
-                finish_reason="length",
-                prompt_text="",
-                response_text="",
-                reward=0.0,
-            )
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        super().__init__(folder, rounds=1)
+        self.args = args
+
+    def of(self, name: str, module: str = "measures", **fields: object) -> dict[str, float]:
+        """Return what a measurement with the real model finds; print it."""
+        known = {"real_model": self.args.model, "micro_batch_tokens": 2048}
+        found = measure(name, self.folder, module, **known, **fields)
+        said = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
+        print(f"  {name} {fields}: {said}", flush=True)
+        return found
+
+    def compare_step(self, dtype: str, num_new: int) -> float:
+        """Compare a GRPO step; return the seconds of its update."""
+        prompt = {"least_prompt": 50, "most_prompt": 50, "num_prompts": self.args.prompts}
+        fields = {"dtype": dtype, "max_new_tokens": num_new, "num_steps": 4, **prompt}
+        what = f"{dtype}, {num_new} new tokens"
+        update = self.of("update", **fields)
+        ratio = update["limit"] / update["seconds"]
+        detail = f"{update['limit']:.1f} of {update['seconds']:.1f} s, "
+        detail += f"{update['gflops']:.0f} GFLOP/s"
+        goal = UPDATE_GOAL.get(dtype, 0)
+        self.say(f"update: limit / ours, {what}", ratio, goal, detail, at_most=False)
+        parts = [self.of(name, **fields)["seconds"] for name in ("generate_plain", "memory_copy")]
+        parts.append(self.of("training", **fields)["bare"])
+        steps = {name: self.of(name, **fields) for name in ("step_local_vllm", "step_local")}
+        best = min(steps.values(), key=lambda step: step["seconds"])
+        whole = steps["step_local_vllm"]["seconds"]
+        detail = f"{whole:.1f} against {sum(parts):.1f} s"
+        self.say(
+            f"step with vLLM / bare parts, {what}", whole / sum(parts), 1.1, detail, at_most=True
         )
-    experience = Experience.from_rollouts(rollouts).laid_out()
-    noise = torch.randn(num_samples * num_new, generator=generator)
-    experience = replace(experience, advantages=noise)
-    plan = plan_updates(experience, 1, train_batch_size=num_samples, max_epochs=1, seed=0)
-    [steps] = update_shares(experience, plan)
-    return seconds(partial(actor.fit, steps))
+        if self.args.with_trl:
+            sizes = [8, self.args.prompts * 8]
+            trl = [self.of("step_trl", micro_batch=size, **fields) for size in sizes]
+            self.compare_with_trl("GRPO step", what, best, trl, 2.0)
+        return update["seconds"]
 
+    def compare_with_trl(
+        self, name: str, what: str, ours: dict[str, float], trl: list[dict[str, float]], goal: float
+    ) -> None:
+        """Say how a step compares with TRL's fastest, in seconds and in memory."""
+        theirs = min(trl, key=lambda step: step["seconds"])
+        detail = f"{ours['seconds']:.1f} against {theirs['seconds']:.1f} s"
+        ratio = theirs["seconds"] / ours["seconds"]
+        self.say(f"{name}: TRL / ours, {what}", ratio, goal, detail, at_most=False)
+        detail = f"{ours['peak_gib']:.1f} against {theirs['peak_gib']:.1f} GiB"
+        ratio = ours["peak_gib"] / theirs["peak_gib"]
+        self.say(f"{name}: peak memory, ours / TRL's, {what}", ratio, 1.0, detail, at_most=True)
 
-def limit_s(dtype: str, num_new: int, num_samples: int) -> tuple[float, float]:
-    """Return the seconds of an update's matrix products and attention by themselves, and the rate
-    of the products in GFLOP/s.
-    """
-    shape = json.loads((MODEL / "config.json").read_text())
-    hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    length = NUM_PROMPT + num_new
-    in_micro_batch = min(MAX_TOKENS // length, num_samples)
-    num_micro_batches = -(-num_samples // in_micro_batch)
-    tokens, actions = in_micro_batch * length, in_micro_batch * num_new
-    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-    qkv = (heads + 2 * kv_heads) * size
-    of_layer = [(hidden, qkv), (heads * size, hidden), (hidden, 2 * inner), (inner, hidden)]
-    rows = [(tokens, *each, shape["num_hidden_layers"]) for each in of_layer]
-    rows.append((actions, hidden, shape["vocab_size"], 1))
-    total = flops = 0.0
-    for num_rows, num_in, num_out, count in rows:
-        x, w = torch.randn(num_rows, num_in, dtype=kind), torch.randn(num_out, num_in, dtype=kind)
-        grad = torch.randn(num_rows, num_out, dtype=kind)
-        products = (lambda: x @ w.T, lambda: grad @ w, lambda: grad.T @ x)  # noqa: B023
-        total += count * sum(map(seconds, products))
-        flops += count * 6 * num_rows * num_in * num_out
-    products_s = total * num_micro_batches
-
-    q = torch.randn(in_micro_batch, heads, length, size, dtype=kind, requires_grad=True)
-    k, v = (torch.randn_like(q, requires_grad=True) for _ in range(2))
-
-    def attention() -> None:
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-
-    attention_s = seconds(attention) * shape["num_hidden_layers"] * num_micro_batches
-    return products_s + attention_s, flops * num_micro_batches / products_s / 1e9
+    def compare_supervised(self, kind: str, dtype: str, goal: float) -> None:
+        """Compare a step of rows of log-normal lengths with TRL's."""
+        fields = {"dtype": dtype, "num_rows": self.args.rows, "num_steps": 4}
+        ours = self.of(f"ours_{kind}", "supervised", **fields)
+        trl = [self.of(f"trl_{kind}", "supervised", micro_batch=m, **fields) for m in (2, 4)]
+        what = f"{dtype}, {self.args.rows} rows"
+        self.compare_with_trl(f"{kind.upper()} step", what, ours, trl, goal)
 
 
 def main() -> None:
-    """Print a row for each dtype and length."""
+    """Print a row for each ratio, and what was measured for it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--new-tokens", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--one", choices=["fp32", "bf16"], help=argparse.SUPPRESS)
+    parser.add_argument("--model", default=str(MODEL), help="folder of the model")
+    parser.add_argument("--new-tokens", type=int, nargs="*", default=[64, 256])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--prompts", type=int, default=4, help="of a GRPO step, 8 samples each")
+    parser.add_argument("--rows", type=int, default=16, help="of a step of SFT and DPO; 0: none")
+    parser.add_argument("--without-trl", dest="with_trl", action="store_false")
     args = parser.parse_args()
-    if args.one is not None:
-        [num_new] = args.new_tokens
-        with tempfile.TemporaryDirectory() as folder:
-            update = update_s(args.one, num_new, args.samples, Path(folder))
-        limit, rate = limit_s(args.one, num_new, args.samples)
-        print("RESULT " + json.dumps({"update": update, "limit": limit, "gflops": rate}))
-        return
-    from benchmarks.run import THREADS
-
-    for num_new in args.new_tokens:
-        updates = {}
-        for dtype in ("fp32", "bf16"):
-            words = ["--one", dtype, "--new-tokens", str(num_new), "--samples", str(args.samples)]
-            run = [sys.executable, "-m", "benchmarks.real_shapes", *words]
-            env = os.environ | THREADS
-            said = subprocess.run(run, capture_output=True, text=True, check=True, env=env).stdout
-            found = json.loads(said.rpartition("RESULT ")[2])
-            updates[dtype] = found["update"]
-            print(
-                f"{dtype} {num_new} new tokens: update {found['update']:.2f} s, limit "
-                f"{found['limit']:.2f} s, ratio {found['limit'] / found['update']:.2f}, "
-                f"{found['gflops']:.0f} GFLOP/s",
-                flush=True,
-            )
-        print(f"bf16 is {updates['fp32'] / updates['bf16']:.2f} times as fast", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = RealShapes(Path(folder), args)
+        for num_new in args.new_tokens:
+            took = {dtype: bench.compare_step(dtype, num_new) for dtype in args.dtypes}
+            if len(took) == len(DTYPES):
+                what = f"update: fp32 / bf16, {num_new} new tokens"
+                bench.say(what, took["fp32"] / took["bf16"], 1.6, "", at_most=False)
+        if args.with_trl and args.rows:
+            for dtype in args.dtypes:
+                bench.compare_supervised("sft", dtype, 2.0)
+                bench.compare_supervised("dpo", dtype, 2.5)
+    print(f"{bench.missed} goal(s) missed" if bench.missed else "all goals met")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import workload as w
+from benchmarks.workload import Workload
 
 TRL_MICRO_BATCHES = (4, 8, 16)  # and the whole batch
-ROWS_A_STEP = 64  # of benchmarks.supervised
-COMPLETIONS_A_STEP, HIDDEN_SIZE = 128, 256  # of benchmarks.workload
+ROWS_A_STEP, COMPLETIONS_A_STEP = 64, 128  # of benchmarks.workload
 # Both sides of every ratio get the same.
 THREADS = {
     "OMP_NUM_THREADS": str(os.cpu_count()),
@@ -31,10 +30,12 @@ THREADS = {
 }
 
 
-def measure(name: str, folder: Path, *arguments: int, module: str = "measures") -> dict[str, float]:
-    """Run one measurement in a process of its own."""
+def measure(
+    name: str, folder: Path, module: str = "measures", **fields: object
+) -> dict[str, float]:
+    """Run one measurement in a process of its own; the fields are those of a Workload."""
     words = [sys.executable, "-m", f"benchmarks.{module}", name, str(folder)]
-    words += map(str, arguments)
+    words += [f"{field}={value}" for field, value in fields.items()]
     result = subprocess.run(
         words, capture_output=True, text=True, env=os.environ | THREADS, check=False
     )
@@ -66,12 +67,12 @@ class Bench:
         self.rounds = rounds
         self.missed = 0
 
-    def both(self, ours: str, theirs: str, *arguments: int) -> tuple[float, float]:
+    def both(self, ours: str, theirs: str, **fields: object) -> tuple[float, float]:
         """Median seconds of two measurements, taken in turns."""
         pairs = [
             (
-                measure(ours, self.folder, *arguments)["seconds"],
-                measure(theirs, self.folder, *arguments)["seconds"],
+                measure(ours, self.folder, **fields)["seconds"],
+                measure(theirs, self.folder, **fields)["seconds"],
             )
             for _ in range(self.rounds)
         ]
@@ -114,35 +115,36 @@ def compare_all_with_trl(bench: Bench) -> None:
 def run(bench: Bench) -> None:
     """All benchmarks without TRL."""
     compare_memory(bench)
-    own = measure("generate_hf", bench.folder, 64)["seconds"]
+    own = measure("generate_hf", bench.folder)["seconds"]
     print(
         f"{'generation: the policy itself (no vLLM), 64 tokens':<52} {128 * 64 / own:.0f} tokens/s"
     )
     for max_new_tokens in (64, 256):
         compare_with_parts(bench, max_new_tokens)
-    sync, reload = bench.both("weight_sync", "vllm_reload", 64, 2048)
+    sync, reload = bench.both("weight_sync", "vllm_reload", hidden_size=2048)
     detail = f"638 MB: {sync * 1e3:.0f} against {reload * 1e3:.0f} ms"
     bench.say("weight sync / vLLM's bare reload", sync / reload, 1.2, detail, at_most=True)
 
 
 def compare_with_parts(bench: Bench, max_new_tokens: int) -> None:
     """Generation, training and the whole step on Ray against vLLM and torch by themselves."""
-    generated = COMPLETIONS_A_STEP * max_new_tokens
-    work = w.Workload(bench.folder, max_new_tokens)
-    trained_on = sum(rows.numel() for rows in w.groups_to_train_on(work))
-    engine, plain = bench.both("generate_vllm", "generate_plain", max_new_tokens)
+    work = Workload(bench.folder, max_new_tokens=max_new_tokens)
+    generated = work.num_completions * max_new_tokens
+    trained_on = sum(rows.numel() for rows in work.groups_to_train_on())
+    fields = {"max_new_tokens": max_new_tokens}
+    engine, plain = bench.both("generate_vllm", "generate_plain", **fields)
     detail = f"{generated / engine:.0f} against {generated / plain:.0f} tokens/s"
     what = f"generation: our vLLM engine / vllm.LLM, {max_new_tokens} tokens"
     bench.say(what, plain / engine, 0.95, detail, at_most=False)
 
-    rounds = [measure("training", bench.folder, max_new_tokens) for _ in range(bench.rounds)]
+    rounds = [measure("training", bench.folder, **fields) for _ in range(bench.rounds)]
     update, bare = (statistics.median(r[side] for r in rounds) for side in ("seconds", "bare"))
     detail = f"{trained_on / update:.0f} against {trained_on / bare:.0f} tokens/s"
     what = f"training: our update / bare loop, {max_new_tokens} tokens"
     bench.say(what, bare / update, 0.95, detail, at_most=False)
 
-    copy = measure("memory_copy", bench.folder, max_new_tokens)["seconds"]
-    steps = [measure("step", bench.folder, max_new_tokens)["seconds"] for _ in range(bench.rounds)]
+    copy = measure("memory_copy", bench.folder, **fields)["seconds"]
+    steps = [measure("step", bench.folder, **fields)["seconds"] for _ in range(bench.rounds)]
     whole, parts = statistics.median(steps), plain + bare + copy
     detail = f"{whole:.2f} against {parts:.2f} s"
     what = f"whole step on Ray / its bare parts, {max_new_tokens} tokens"
@@ -152,8 +154,9 @@ def compare_with_parts(bench: Bench, max_new_tokens: int) -> None:
 def compare_supervised(bench: Bench, kind: str, goal: float) -> None:
     """Tokens/s of a supervised trainer against TRL's on rows of log-normal lengths."""
 
-    def of(side: str, *micro_batch: int) -> dict[str, float]:
-        return measure(f"{side}_{kind}", bench.folder, *micro_batch, module="supervised")
+    def of(side: str, micro_batch: int = 0) -> dict[str, float]:
+        words = {"module": "supervised", "micro_batch": micro_batch}
+        return measure(f"{side}_{kind}", bench.folder, **words)
 
     best = fastest(lambda size: of("trl", size)["seconds"], ROWS_A_STEP)
     rounds = [(of("ours"), of("trl", best)) for _ in range(bench.rounds)]
@@ -169,9 +172,9 @@ def compare_supervised(bench: Bench, kind: str, goal: float) -> None:
 def compare_with_trl(bench: Bench, max_new_tokens: int) -> None:
     """The whole step against TRL's, in one process and on Ray; the rounds take turns."""
 
-    def of(name: str, *micro_batch: int) -> float:
-        words = (max_new_tokens, HIDDEN_SIZE, *micro_batch)
-        return measure(name, bench.folder, *words)["seconds"]
+    def of(name: str, micro_batch: int = 0) -> float:
+        fields = {"max_new_tokens": max_new_tokens, "micro_batch": micro_batch}
+        return measure(name, bench.folder, **fields)["seconds"]
 
     best = fastest(lambda size: of("step_trl", size), COMPLETIONS_A_STEP)
     rounds = [(of("step_local"), of("step_trl", best), of("step")) for _ in range(bench.rounds)]

@@ -14,8 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import workload as w
-from benchmarks.supervised import text
+from benchmarks.workload import Workload, digits
 
 BATCH_SIZE = 16  # rows of a step: short beside the time that a checkpoint takes
 NUM_STEPS, SAVE_STEPS = 25, 4
@@ -31,9 +30,8 @@ def step_times(folder: Path, model: Path, *, waits: bool) -> tuple[float, float,
     from openrlhf.utils.callbacks import Callback
 
     rows, ends = folder / "rows.jsonl", list[float]()
-    made = [
-        {"prompt": text(8, i), "completion": text(120, -i)} for i in range(BATCH_SIZE * NUM_STEPS)
-    ]
+    numbers = range(BATCH_SIZE * NUM_STEPS)
+    made = [{"prompt": digits(8, i), "completion": digits(120, -i)} for i in numbers]
     rows.write_text("".join(json.dumps(row) + "\n" for row in made))
 
     class Clock(Callback):
@@ -84,7 +82,7 @@ def main() -> None:
     size = parser.parse_args().hidden_size
     for waits in (False, True):
         with tempfile.TemporaryDirectory() as folder:
-            model = w.make_workload(Path(folder), hidden_size=size).model
+            model = Workload(Path(folder), hidden_size=size).model
             step, own, num_gb = step_times(Path(folder), model, waits=waits)
         what = "waited for" if waits else "in the background"
         print(

@@ -1,26 +1,29 @@
-"""Supervised trainers on the fixed model: rows of log-normal lengths, 64 a step, ours and TRL's.
+"""Supervised trainers: rows of log-normal lengths, 64 a step, ours and TRL's.
 
 Each side gets the same rows, model, dtype and threads; both are warmed up and the median step
-counts. `python -m benchmarks.supervised NAME FOLDER [MICRO_BATCH]` prints one JSON object;
-MICRO_BATCH rows are in a micro-batch of TRL's, all of a step unless it is given.
+counts. `python -m benchmarks.supervised NAME FOLDER [FIELD=VALUE ...]` prints one JSON object. The
+fields are those of `benchmarks.workload.Workload`.
 """
 
 import json
+import resource
 import statistics
 import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
-from benchmarks import workload as w
+from benchmarks.workload import Workload, digits
 
-BATCH_SIZE = 64  # rows, or pairs, of a step
-NUM_STEPS = 7  # two of them warm up
 MEAN_LOG, STD_LOG = 4.4, 0.75  # lengths: log-normal, cut to 16..512 tokens, mean about 104
 PROMPT_TOKENS = 8
 Measurement = dict[str, float]
+
+
+def num_steps_of(work: Workload) -> int:
+    """Return the steps of a run; two of them warm up."""
+    return work.num_steps or 7
 
 
 def lengths(num_rows: int, seed: int) -> list[int]:
@@ -30,17 +33,10 @@ def lengths(num_rows: int, seed: int) -> list[int]:
     return draws.exp().clamp(16, 512).long().tolist()
 
 
-def text(num_tokens: int, seed: int) -> str:
-    """Letters: the tokenizer of the tests makes one token of each."""
-    generator = torch.Generator().manual_seed(seed)
-    letters = torch.randint(97, 123, (num_tokens,), generator=generator)
-    return "".join(map(chr, letters.tolist()))
-
-
 def completion_rows(num_rows: int) -> list[dict[str, str]]:
     """{prompt, completion}; the last token is the end that both sides put."""
     return [
-        {"prompt": text(PROMPT_TOKENS, i), "completion": text(n - PROMPT_TOKENS - 1, i + 1)}
+        {"prompt": digits(PROMPT_TOKENS, i), "completion": digits(n - PROMPT_TOKENS - 1, i + 1)}
         for i, n in enumerate(lengths(num_rows, 1))
     ]
 
@@ -50,37 +46,38 @@ def pair_rows(num_rows: int) -> list[dict[str, str]]:
     both = zip(lengths(num_rows, 1), lengths(num_rows, 2), strict=True)
     return [
         {
-            "prompt": text(PROMPT_TOKENS, i),
-            "chosen": text(first - PROMPT_TOKENS - 1, i + 1),
-            "rejected": text(second - PROMPT_TOKENS - 1, i + 2),
+            "prompt": digits(PROMPT_TOKENS, i),
+            "chosen": digits(first - PROMPT_TOKENS - 1, i + 1),
+            "rejected": digits(second - PROMPT_TOKENS - 1, i + 2),
         }
         for i, (first, second) in enumerate(both)
     ]
 
 
-def tokens_a_step(rows: list[dict[str, str]]) -> float:
+def tokens_a_step(rows: list[dict[str, str]], num_rows: int) -> float:
     """Mean tokens of a step: every side with its prompt and its end."""
     sides = [name for name in rows[0] if name != "prompt"]
     total = sum(len(row["prompt"]) + len(row[side]) + 1 for row in rows for side in sides)
-    return total / len(rows) * BATCH_SIZE
+    return total / len(rows) * num_rows
 
 
-def ours(kind: str, work: w.Workload) -> Measurement:
+def ours(kind: str, work: Workload) -> Measurement:
     """Our command: packed under a token budget."""
     from openrlhf.cli import train_dpo, train_rm, train_sft
     from openrlhf.utils.tracker import read_metrics
 
-    folder = work.model.parent
-    rows = (completion_rows if kind == "sft" else pair_rows)(BATCH_SIZE * NUM_STEPS)
+    folder = work.folder
+    rows = (completion_rows if kind == "sft" else pair_rows)(work.num_rows * num_steps_of(work))
     data = folder / f"{kind}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = {"sft": train_sft, "dpo": train_dpo, "rm": train_rm}[kind]
     keys = {"sft": "--input_key prompt --output_key completion --input_template {}"}
     argv = (
         f"--pretrain {work.model} --dataset {data} --max_len 1024 --max_epochs 1 "
-        f"--train_batch_size {BATCH_SIZE} --micro_train_batch_size {BATCH_SIZE} "
+        f"--train_batch_size {work.num_rows} --micro_train_batch_size {work.num_rows} "
         f"--use_dynamic_batch --train_max_tokens_per_gpu 2048 --learning_rate 1e-6 "
-        f"--zero_stage 0 --save_path {folder / kind} {keys.get(kind, '--prompt_key prompt')}"
+        f"--zero_stage 0 --param_dtype {work.dtype} --save_path {folder / kind} "
+        f"{keys.get(kind, '--prompt_key prompt')}"
     ).split()
     command.main(argv)
     steps = [
@@ -88,10 +85,10 @@ def ours(kind: str, work: w.Workload) -> Measurement:
         for record in read_metrics(folder / kind / "metrics.jsonl")
         if "timing/step_total" in record
     ]
-    return {"seconds": statistics.median(steps[2:]), "tokens": tokens_a_step(rows)}
+    return {"seconds": statistics.median(steps[2:]), "tokens": tokens_a_step(rows, work.num_rows)}
 
 
-def trl_side(kind: str, work: w.Workload, micro_batch: int) -> Measurement:
+def trl_side(kind: str, work: Workload) -> Measurement:
     """TRL's trainer with its defaults but for the micro-batch, as its documents show it."""
     import datasets
     import trl
@@ -102,8 +99,9 @@ def trl_side(kind: str, work: w.Workload, micro_batch: int) -> Measurement:
         TrainerCallback,
     )
 
-    rows = (completion_rows if kind == "sft" else pair_rows)(BATCH_SIZE * NUM_STEPS)
+    rows = (completion_rows if kind == "sft" else pair_rows)(work.num_rows * num_steps_of(work))
     ends: list[float] = []
+    micro_batch = work.micro_batch or work.num_rows
 
     class Clock(TrainerCallback):
         """Notes when steps end."""
@@ -117,13 +115,13 @@ def trl_side(kind: str, work: w.Workload, micro_batch: int) -> Measurement:
         "rm": (trl.RewardConfig, trl.RewardTrainer),
     }[kind]
     args = config_class(
-        output_dir=str(work.model.parent / f"trl-{kind}"),
+        output_dir=str(work.folder / f"trl-{kind}"),
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=BATCH_SIZE // micro_batch,
-        max_steps=NUM_STEPS,
+        gradient_accumulation_steps=work.num_rows // micro_batch,
+        max_steps=num_steps_of(work),
         max_length=1024,
         learning_rate=1e-6,
-        bf16=False,
+        bf16=work.dtype == "bf16",
         fp16=False,
         use_cpu=True,
         gradient_checkpointing=False,
@@ -148,17 +146,16 @@ def trl_side(kind: str, work: w.Workload, micro_batch: int) -> Measurement:
     )
     trainer.train()
     times = [after - before for before, after in pairwise(ends[1:])]
-    return {"seconds": statistics.median(times), "tokens": tokens_a_step(rows)}
+    return {"seconds": statistics.median(times), "tokens": tokens_a_step(rows, work.num_rows)}
 
 
 def main() -> None:
     """Measure what the command line names: `ours_sft`, `trl_dpo` and so on."""
-    name, folder, *rest = sys.argv[1:]
+    name, folder, *words = sys.argv[1:]
     side, _, kind = name.partition("_")
-    work = w.make_workload(Path(folder))
-    micro_batch = int(rest[0]) if rest else BATCH_SIZE
-    result = ours(kind, work) if side == "ours" else trl_side(kind, work, micro_batch)
-    print("RESULT " + json.dumps(result))
+    found = (ours if side == "ours" else trl_side)(kind, Workload.parsed(folder, words))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print("RESULT " + json.dumps(found | {"peak_gib": peak}))
 
 
 if __name__ == "__main__":
