@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # GRPO teaches SmolLM2-135M-Instruct a task of reasoning-gym, as sums.sh teaches it sums.
-#   TASK=products   or another one of make_gym.py
+#   TASK=chain_sum   or another one of make_gym.py
 #   OUT=runs/results/gym/TASK   SEED=0   STEPS=200   ARGS="…": those of sums.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-TASK=${TASK:-products}
+TASK=${TASK:-chain_sum}
 export OUT=${OUT:-runs/results/gym/$TASK}
 test -e .reasoning-gym/.installed || make reasoning-gym
 export PYTHONPATH=$PWD/.reasoning-gym:${PYTHONPATH:-} PYTHONWARNINGS=ignore

@@ -5,7 +5,7 @@ import re
 from reasoning_gym import get_score_answer_fn
 
 # Those of the tasks of make_gym.py compare numbers, and none reads more of a row than its answer.
-score_answer = get_score_answer_fn("products")
+score_answer = get_score_answer_fn("chain_sum")
 
 
 def reward_func(

@@ -77,9 +77,9 @@ def test_the_script_of_the_calculator_trains_an_agent_that_calls_it(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_script_of_reasoning_gym_trains_the_real_model_on_its_tasks(tmp_path: Path) -> None:
-    sizes = {"TASK": "products", "STEPS": "1", "ARGS": "--eval_steps -1"}
+    sizes = {"TASK": "gcd", "STEPS": "1", "ARGS": "--eval_steps -1"}
     env = os.environ | sizes | {"OUT": str(tmp_path)}
     said = run_command("bash", RESULTS / "gym.sh", env=env, timeout=850)
-    assert "| Solve the following multiplication: " in said
+    assert "| Find the Greatest Common Divisor (GCD) of these numbers: " in said
     found = [r for r in read_metrics(tmp_path / "rl" / "metrics.jsonl") if "score" in r]
     assert len(found) == 1
