@@ -83,3 +83,17 @@ def test_the_script_of_reasoning_gym_trains_the_real_model_on_its_tasks(tmp_path
     assert "| Find the Greatest Common Divisor (GCD) of these numbers: " in said
     found = [r for r in read_metrics(tmp_path / "rl" / "metrics.jsonl") if "score" in r]
     assert len(found) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_script_of_the_reward_model_trains_it_and_then_ppo_with_a_critic(
+    tmp_path: Path,
+) -> None:
+    sizes = {"STEPS": "1", "PAIRS": "64"}
+    env = os.environ | sizes | {"OUT": str(tmp_path)}
+    said = run_command("bash", RESULTS / "reward_model.sh", env=env, timeout=850)
+    *_, before, after = [line for line in said.splitlines() if "  default  " in line]
+    assert before.startswith("models/smollm2-135m ") and after.startswith(f"{tmp_path}/rl ")
+    [found] = [r for r in read_metrics(tmp_path / "rl" / "metrics.jsonl") if "reward" in r]
+    assert {"critic_loss", "policy_loss"} <= found.keys()
