@@ -2,6 +2,7 @@
 # GRPO teaches SmolLM2-135M-Instruct to add numbers of up to two digits, on two CPU cores.
 #   OUT=runs/results/sums   where everything is written       SEED=0   of the run
 #   STEPS=200   optimizer steps       ARGS="--lora_rank 16 …"   flags that come last
+#   COMMAND=ppo ARGS="--vllm_num_engines 1 --async_train"   on Ray, sampling beside training
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -12,7 +13,7 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 test -e models/smollm2-135m/README.md || make real-model
 ${MAKE:-python examples/results/make_sums.py} "$OUT" $((16 * STEPS))
 # 16 prompts x 8 samples are a step; matrix products are in bf16, which the cores of a server have.
-python -m openrlhf.cli.main ppo-local \
+python -m openrlhf.cli.main "${COMMAND:-ppo-local}" \
     --pretrain models/smollm2-135m --param_dtype bf16 \
     --prompt_data "$OUT/prompts.jsonl" \
     --input_key question --label_key answer --apply_chat_template \
