@@ -39,6 +39,8 @@ OF_ALL = {
     "push_to_hub, hub_model_id": "`--push_to_hub YOUR_NAME/YOUR_MODEL`, or `--hub_model_id`",
     "seed": "`--seed`",
     "router_aux_loss_coef": "`--aux_loss_coef`",
+    "dataset_train_split": "`--dataset_split`; RL: `--prompt_split`",
+    "dataset_test_split": "`--eval_dataset` with `--eval_split`",
 }
 OF_SUPERVISED = {
     "max_length, max_seq_length": "`--max_length` or `--max_len`",
@@ -64,6 +66,10 @@ OF_RL = {
     ),
     "num_iterations": "`--max_epochs`",
     "temperature, top_p": "`--temperature`, `--top_p`",
+    "top_k, min_p, repetition_penalty": (
+        "no flags: training draws by `--temperature` and `--top_p`; `openrlhf eval` has them"
+    ),
+    "cache_implementation": "no flag: the engine decides",
     "generation_kwargs": "`--stop '</answer>'`, `--stop_token_ids 13`",
     "epsilon, epsilon_high": "`--eps_clip_low_high LOW HIGH`",
     "delta": "`--dual_clip` is the nearest",
