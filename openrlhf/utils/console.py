@@ -3,9 +3,11 @@ and elsewhere; bars are in progress.py.
 """
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any
 
 import rich.console
 
@@ -17,9 +19,22 @@ LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False
 
 
+class _Console(rich.console.Console):
+    """A console without which a run goes on: its disk may be full, its reader gone."""
+
+    def print(self, *objects: Any, **style: Any) -> None:
+        """Print what can be printed."""
+        with suppress(OSError):
+            super().print(*objects, **style)
+
+    def on_broken_pipe(self) -> None:
+        """Print to nobody from now on; rich would end the process."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 def make_console(*, is_error: bool = False) -> rich.console.Console:
     """Return a console on stdout (or stderr) that colours only what the caller marks."""
-    return rich.console.Console(stderr=is_error, highlight=False, soft_wrap=True, markup=False)
+    return _Console(stderr=is_error, highlight=False, soft_wrap=True, markup=False)
 
 
 def is_terminal() -> bool:

@@ -262,3 +262,37 @@ def test_a_log_whose_folder_is_removed_ends_nothing(tmp_path):
         "said aloud",
         "False",
     ]
+
+
+SPEAKING = """
+import sys
+from openrlhf.utils.console import notice, say_notices, warn
+from openrlhf.utils.framework_logs import redirect_framework_logs
+redirect_framework_logs("run", "driver")
+notice("step 1")
+warn("a rank is quiet")
+say_notices(["one more word"])
+sys.stdin.read()
+notice("step 2")
+notice("step 3")
+"""
+
+
+def test_a_run_goes_on_though_its_console_has_a_full_disk_or_no_reader_any_more(tmp_path):
+    command, env = [sys.executable, "-c", SPEAKING], os.environ | {"PYTHONPATH": str(ROOT)}
+    for kind in ("full disk", "no reader"):
+        with open("/dev/full", "w") as full:
+            out = full if kind == "full disk" else subprocess.PIPE
+            process = subprocess.Popen(
+                command, cwd=tmp_path, env=env, stdin=subprocess.PIPE, stdout=out, stderr=out
+            )
+        if kind == "no reader":
+            process.stdout.close()
+            process.stderr.close()
+        process.stdin.close()
+        code = process.wait(timeout=120)
+        assert kind == "full disk" or code == 0  # Python's own end minds a disk that is still full
+    for log in ("driver.log", "driver.attempt1.log"):
+        said = (tmp_path / "run/logs" / log).read_text()
+        for line in ("step 1", "a rank is quiet", "one more word", "step 2", "step 3"):
+            assert line in said
