@@ -7,7 +7,8 @@ means.
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -71,8 +72,17 @@ class Tracker:
         if self.path.exists():
             lines = [json.dumps(record) + "\n" for record in self.records() if is_kept(record)]
             unfinished = self.path.with_suffix(".partial")
-            unfinished.write_text("".join(lines))
-            unfinished.replace(self.path)
+            with self._going_on():
+                unfinished.write_text("".join(lines))
+                unfinished.replace(self.path)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Have a disk that takes nothing cost what is written in the block, and one warning."""
+        try:
+            yield
+        except OSError as error:
+            warn_once(f"metrics cannot be written to {self.path} ({error}); training goes on.")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line; a full disk costs the line and one warning."""
@@ -83,11 +93,8 @@ class Tracker:
         # NaN and infinities are no JSON.
         numbers = {name: v if math.isfinite(v) else None for name, v in values.items()}
         line = json.dumps({"step": step, "time": round(time.time(), 3), **numbers})
-        try:
-            with self.path.open("a") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            warn_once(f"metrics cannot be written to {self.path} ({error}); training goes on.")
+        with self._going_on(), self.path.open("a") as file:
+            file.write(line + "\n")
 
     def records(self) -> list[dict[str, float]]:
         """Return everything that was logged of the run."""

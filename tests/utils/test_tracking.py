@@ -85,6 +85,17 @@ def test_files_that_cannot_be_written_warn_once(tmp_path, capsys):
     assert capsys.readouterr().err.count("warning:") == 2
 
 
+def test_a_run_goes_back_though_its_disk_takes_no_metrics(tmp_path, capsys):
+    tracker = Tracker(tmp_path)
+    for step in (1, 2):
+        tracker.log(step, {"reward": float(step)})
+    tracker.path.with_suffix(".partial").mkdir()  # nothing can be written there
+    tracker.rewind(1)
+    tracker.log(1, {"reward": 10.0})
+    assert [record["reward"] for record in tracker.records()] == [1.0, 2.0, 10.0]
+    assert capsys.readouterr().err.count("metrics cannot be written to") == 1
+
+
 def test_a_sink_gets_everything_before_it_closes(tmp_path):
     records = []
     sink = BackgroundSink("sink", records.extend)
