@@ -1,6 +1,7 @@
 """Reward functions in worker processes: in parallel, off this process, each call with limits.
 
-A worker that hangs or dies is killed and replaced; its call ends in a RewardError.
+A worker that hangs or dies is killed and replaced; its call ends in a RewardError, unless it was
+killed from outside: then another one has the same call.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from openrlhf.rewards.base import (
     checked_result,
 )
 from openrlhf.rewards.function import UserFunctions
+from openrlhf.utils.console import warn
 from openrlhf.utils.framework_logs import last_lines
 from openrlhf.utils.worker_process import (
     LATE_SIGNAL,
@@ -99,20 +101,25 @@ class FunctionPool(RewardSource):
         return replace(result, unread=[str(key) for key in unread])
 
     async def _ask(self, method: str, batch: RewardBatch) -> Any:
-        """Return the result of a method of UserFunctions in a worker; raise RewardError when the
-        worker ended or did not reply in time, and ConfigError when the file cannot be loaded or
-        used.
+        """Return the result of a method of UserFunctions in a worker, another one if that is killed
+        from outside, once; raise RewardError when the worker ended or did not reply in time, and
+        ConfigError when the file cannot be loaded or used.
         """
         index = await self._idle.get()
         log = self.log_dir / f"reward-{index}.log" if self.log_dir else Path(os.devnull)
         hint = f" See {log}." if self.log_dir else ""
         try:
-            if index in self.processes and self.processes[index].is_stopped:
-                self.processes[index].kill()  # by somebody, while it had nothing to do
-            if index not in self.processes or self.processes[index].is_over:
-                self.processes[index] = await self._start(log.absolute(), hint)
-            _rotate(log)
-            return await self._call(self.processes[index], method, batch)
+            try:
+                return await self._call(await self._worker(index, log, hint), method, batch)
+            except ConnectionError as error:
+                process = self.processes[index]
+                if not process.was_killed:
+                    raise
+                warn(
+                    f"{self.name}: the worker (pid {process.pid}) {error} while it scored "
+                    f"{batch.names()}: another one scores them."
+                )
+                return await self._call(await self._worker(index, log, hint), method, batch)
         except (ConnectionError, TimeoutError) as error:
             is_late = isinstance(error, TimeoutError)  # and its log ends with its stack
             flag = " (--reward_timeout_s)" if is_late else ""
@@ -123,6 +130,15 @@ class FunctionPool(RewardSource):
             ) from error
         finally:
             self._idle.put_nowait(index)
+
+    async def _worker(self, index: int, log: Path, hint: str) -> WorkerProcess:
+        """Return the worker of this number, a new one where the last has ended or was stopped."""
+        if index in self.processes and self.processes[index].is_stopped:
+            self.processes[index].kill()  # by somebody, while it had nothing to do
+        if index not in self.processes or self.processes[index].is_over:
+            self.processes[index] = await self._start(log.absolute(), hint)
+        _rotate(log)
+        return self.processes[index]
 
     async def _start(self, log: Path, hint: str) -> WorkerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)

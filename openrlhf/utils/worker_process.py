@@ -36,6 +36,7 @@ START_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as loa
 LATE_SIGNAL = signal.SIGUSR1  # to a worker at its limit, which then says where it is
 LAST_WORDS_S = 1.0  # for that, and from the end of a worker to the end of what it sent
 READ_S = 0.1  # for an answer that has come while this loop was held
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes
 
 Message = tuple[str, int, Any]  # kind, number of the call, arguments or answer or error
 Serve = Callable[..., Coroutine[Any, Any, Any]] | None  # None: calls end the other process
@@ -160,6 +161,7 @@ class WorkerProcess:
         self._process, self._channel = process, channel
         self.pid = process.pid or 0
         self.is_over = False
+        self.was_killed = False  # from outside: by somebody, or for want of memory on this machine
         self._end_error: OSError | None = None  # how it ended
         self.ended = asyncio.ensure_future(self._end())
         atexit.register(self.kill)
@@ -267,6 +269,8 @@ class WorkerProcess:
             why = f"ended its process ({how})"
             if listening.done() and not listening.cancelled() and listening.exception():
                 why = f"sent half a message, or one of over {MAX_BYTES // 2**20} MiB"
+            else:
+                self.was_killed = self._end_error is None and code in KILLED
             listening.cancel()
             self._end_error = self._end_error or ConnectionError(why)
 

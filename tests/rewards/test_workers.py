@@ -250,6 +250,29 @@ def test_a_worker_stopped_between_two_calls_is_replaced_unseen(make_pool: MakePo
     assert pids_of(pool) != [worker] and not psutil.pid_exists(worker)
 
 
+def test_a_worker_killed_in_a_call_is_replaced_once_and_the_call_made_again(
+    make_pool: MakePool, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    code = """
+        import os, pathlib, signal
+        def reward_func(queries, prompts, labels):
+            with open(labels[0], "a") as file:
+                file.write("called ")
+            if len(pathlib.Path(labels[0]).read_text().split()) <= int(labels[1]):
+                os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does for want of memory
+            return [1.0] * len(labels)
+    """
+    pool = make_pool(code)
+    [first] = pids_of(pool)
+    assert rewards_of(pool, str(tmp_path / "once"), "1") == [1.0, 1.0]
+    said = " ".join(capsys.readouterr().err.split())
+    struck = f"(pid {first}) ended its process (signal SIGKILL) while it scored"
+    assert f"my_reward.py: the worker {struck} samples step1/0/0, step1/1/0: another" in said
+    with pytest.raises(RewardError, match=r"ended its process \(signal SIGKILL\) while it scored"):
+        rewards_of(pool, str(tmp_path / "twice"), "2")
+    assert rewards_of(pool, str(tmp_path / "never"), "0") == [1.0, 1.0]
+
+
 def test_an_exception_is_one_line_with_its_place(make_pool: MakePool) -> None:
     pool = make_pool()
     before = pids_of(pool)
