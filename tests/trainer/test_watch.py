@@ -1,15 +1,20 @@
 """Who counts as not getting on, and who is ended for it."""
 
+import asyncio
+import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import EngineError, LostRankError
-from openrlhf.trainer.ray import launcher, watch
+from openrlhf.trainer.ray import launcher, vllm_engine, watch
+from openrlhf.trainer.ray.vllm_engine import LLMRayActor, RayEngine
 from openrlhf.trainer.ray.watch import Watch, Watched, WatchedRank
 from openrlhf.trainer.workers.model_worker import TrainedWorker
+from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils.progress import Health
 
 
@@ -165,3 +170,60 @@ def test_a_quiet_one_is_said_after_twenty_seconds_then_after_twice_as_long(kille
     assert [line.partition(" for ")[2][:4] for line in said] == ["20 s", "40 s"]
     assert "the run ends after 600 s (--rank_timeout_s)" in said[0]
     assert not killed
+
+
+class Sleepless(LLMRayActor):
+    """An engine whose device does not give its memory back."""
+
+    is_started, is_busy, num_steps = True, False, 5
+
+    def sleep(self) -> None:
+        begun.set()
+        freed.wait(60)
+
+
+begun, freed = threading.Event(), threading.Event()
+
+
+def test_an_engine_that_does_not_fall_asleep_is_quiet() -> None:
+    engine, seen = Sleepless({}, None, "vllm-0", "no/run"), watched("engine vllm-0")
+
+    async def call() -> None:
+        sleeping = asyncio.ensure_future(engine.run("sleep"))
+        await asyncio.to_thread(begun.wait, 60)
+        for _ in range(2):
+            seen.hear(engine.health(), 2.0)
+        freed.set()
+        await sleeping
+
+    asyncio.run(call())
+    assert seen.quiet.seconds == 2.0 and seen.describe().endswith(" for 2 s while falling asleep")
+    seen.hear(engine.health(), 2.0)
+    assert seen.quiet.seconds == 0.0  # it is idle
+
+
+@pytest.mark.parametrize("method", [TrainedWorker.offload_states, TrainedWorker.reload_states])
+def test_a_rank_whose_states_do_not_move_is_quiet(method: Any) -> None:
+    rank, seen = PolicyModelActor(PPOConfig(), "actor", "no/run"), watched()
+
+    def hang() -> None:
+        for _ in range(2):
+            seen.hear(rank.health(), 2.0)
+
+    rank.engine = SimpleNamespace(offload_states=hang, reload_states=hang)  # type: ignore[assignment]
+    method(rank)
+    assert seen.quiet.seconds == 2.0 and " while moving states of the policy " in seen.describe()
+    seen.hear(rank.health(), 2.0)
+    assert seen.quiet.seconds == 0.0
+
+
+def test_an_engine_in_place_of_a_lost_one_has_its_start_to_take_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(vllm_engine, "get", lambda _, who, limit_s, **more: limits.append(limit_s))
+    run = SimpleNamespace(remote=lambda *_: object())
+    engine = RayEngine("vllm-0", handle=SimpleNamespace(run=run), restart_timeout_s=1800.0)
+    for engine.is_lost in (True, False):
+        engine.call(LLMRayActor.sleep)
+    assert limits == [1800.0, launcher.CALL_TIMEOUT_S]

@@ -20,6 +20,11 @@ from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.progress import Health
 
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
+# Calls that wait for nobody else, and what is said of one that does not end.
+OWN_WORK = {
+    VLLMEngine.sleep.__name__: "falling asleep",
+    VLLMEngine.wake_up.__name__: "waking up",
+}
 
 
 class LLMRayActor(VLLMEngine):
@@ -36,6 +41,7 @@ class LLMRayActor(VLLMEngine):
         self.name, self.run_dir = name, run_dir
 
     is_started = False
+    own_work: str | None = None  # that goes on now
 
     def ready(self) -> str:
         """Start the engine; return the address of its node."""
@@ -48,7 +54,7 @@ class LLMRayActor(VLLMEngine):
 
     def health(self) -> Health:
         """Return the progress of the engine; a step is a forward pass."""
-        work = "generating" if self.is_busy else None
+        work = self.own_work or ("generating" if self.is_busy else None)
         return Health(work, self.num_steps, None, os.getpid())
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
@@ -63,7 +69,12 @@ class LLMRayActor(VLLMEngine):
         """
         if not self.is_started and method != LLMRayActor.ready.__name__:
             raise LostEngineError(f"{self.name} has not started")
-        return await asyncio.to_thread(getattr(self, method), *args)
+        self.own_work = OWN_WORK.get(method, self.own_work)
+        try:
+            return await asyncio.to_thread(getattr(self, method), *args)
+        finally:
+            if method in OWN_WORK:
+                self.own_work = None
 
 
 @dataclass
@@ -156,8 +167,10 @@ class RayEngine:
 
     def call(self, method: Callable[..., Result], *args: object) -> Result:
         actor = self.handle
+        # Nobody watches one in place of a lost one before it is used.
+        limit_s = self.restart_timeout_s if self.is_lost else CALL_TIMEOUT_S
         reference = actor.run.remote(method.__name__, *args)
-        return self._result(reference, CALL_TIMEOUT_S, actor=actor)  # type: ignore[no-any-return]
+        return self._result(reference, limit_s, actor=actor)  # type: ignore[no-any-return]
 
     def _result(self, reference: Any, timeout_s: float, *, actor: Any) -> Any:
         try:

@@ -190,11 +190,13 @@ class TrainedWorker(ModelWorker):
 
     def offload_states(self) -> None:
         """Move training states to CPU memory."""
-        self.engine.offload_states()
+        with self.working(f"moving states of the {self.title} off the device"):
+            self.engine.offload_states()
 
     def reload_states(self) -> None:
         """Bring training states back."""
-        self.engine.reload_states()
+        with self.working(f"moving states of the {self.title} to the device"):
+            self.engine.reload_states()
 
     def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] | None = ()) -> UpdateResult:
         """Make all optimizer steps of one rollout batch on this rank's shares; return this rank's
