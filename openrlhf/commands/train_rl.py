@@ -53,7 +53,7 @@ from openrlhf.utils import stopping
 from openrlhf.utils.console import format_count, print_banner
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.outcome import say_saved
-from openrlhf.utils.progress import progress
+from openrlhf.utils.progress import progress, saying_what_is_awaited
 from openrlhf.utils.run_folder import BAD_ROWS_FILE, CONFIG_FILE
 from openrlhf.utils.tensors import dtype_name
 from openrlhf.utils.tracker import make_tracker
@@ -236,7 +236,8 @@ def _export(config: PPOConfig, groups: Groups) -> None:
     if "critic" in groups and config.critic.save_value_network:
         folders["critic"] = f"{config.ckpt.output_dir}_critic"
     for role, folder in folders.items():
-        export_final(partial(groups[role].call, TrainedWorker.export), Path(folder))
+        with saying_what_is_awaited(f"{role} to write its model to {folder}"):
+            export_final(partial(groups[role].call, TrainedWorker.export), Path(folder))
 
 
 def worker_classes(config: PPOConfig) -> dict[str, type]:
@@ -276,7 +277,8 @@ def init_models(
                 pending[role] = group.start(ModelWorker.init_model, shares)
             for role, wait in pending.items():
                 try:
-                    sizes[role] = wait()[0]
+                    with saying_what_is_awaited(f"{role} to load its model: see its log"):
+                        sizes[role] = wait()[0]
                 except LostRankError as why:
                     sizes[role] = groups[role].start_again(why)
                 if role in TRAINED_ROLES:

@@ -608,9 +608,10 @@ class RunCheckpoints:
             warn_on_main(f"the best model (step {step}) was not saved: {self._lateness}")
             return False
         try:
-            *_, best = on_main(lambda: self.store.stage(step))
-            together(partial(export, best))
-            on_main(lambda: self.store.commit(step, None))
+            with self._saying_what_is_awaited(step):
+                *_, best = on_main(lambda: self.store.stage(step))
+                together(partial(export, best))
+                on_main(lambda: self.store.commit(step, None))
         except CheckpointError as error:
             on_main(lambda: self.store.discard(step))
             warn_on_main(f"the best model (step {step}) was not saved: {error}")

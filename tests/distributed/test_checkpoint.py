@@ -650,6 +650,15 @@ def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, ca
     assert (aside / "best_global_step5_hf" / "config.json").is_file()
 
 
+def test_a_best_model_that_is_not_written_for_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("openrlhf.utils.progress.SAY_AFTER_S", 0.1)
+    assert saver(tmp_path).save_best(3, lambda path: time.sleep(0.3) or path.mkdir())  # type: ignore[func-returns-value]
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"waited 0 s for the checkpoint of step 3, which is being written to {tmp_path}" in said
+
+
 def best_of(root: Path, step: int) -> Path:
     path = root / f"best_global_step{step}_hf"
     path.mkdir()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from openrlhf.commands.replay import read_step
-from openrlhf.commands.train_rl import fit_and_export, init_models, phases_of
+from openrlhf.commands.train_rl import _export, fit_and_export, init_models, phases_of
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed import folders
@@ -395,6 +395,29 @@ def test_a_rank_that_is_lost_while_the_first_models_load_is_started_again() -> N
     config = PPOConfig.model_validate({"actor": {"model_name_or_path": "m"}})
     phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
     assert init_models(config, {"ref": Group()}, [1], phases) == {"ref": 7_000_000}  # type: ignore[dict-item]
+
+
+def test_who_loads_or_writes_a_model_for_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    class Slow:
+        num_shares = 1
+
+        def start(self, method: Any, shares: Any) -> Any:
+            return lambda: [time.sleep(0.3) or 7_000_000]
+
+        def call(self, method: Any, *args: Any) -> None:
+            time.sleep(0.3)
+
+    monkeypatch.setattr(progress, "SAY_AFTER_S", 0.1)
+    given = {"actor": {"model_name_or_path": "m"}, "ckpt": {"output_dir": str(tmp_path / "run")}}
+    config, groups = PPOConfig.model_validate(given), {"actor": Slow()}
+    phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
+    init_models(config, groups, [1], phases)  # type: ignore[arg-type]
+    _export(config, groups)  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert "waited 0 s for actor to load its model" in said
+    assert f"waited 0 s for actor to write its model to {tmp_path / 'run'}" in said
 
 
 def test_a_rank_that_hangs_at_its_start_is_lost_and_while_its_model_loads_is_started_again(
