@@ -172,6 +172,24 @@ def test_a_quiet_one_is_said_after_twenty_seconds_then_after_twice_as_long(kille
     assert not killed
 
 
+def test_an_error_that_nobody_expects_does_not_end_the_watch(killed, monkeypatch, capsys) -> None:
+    class Odd(Watched):
+        num_asked = 0
+
+        def ask(self, seconds: float) -> None:
+            self.num_asked += 1
+            if self.num_asked < 3:
+                raise ValueError("half an answer")
+            self.hear(None, 600.0)
+
+    for name in ("ASK_EVERY_S", "LOOK_EVERY_S"):
+        monkeypatch.setattr(watch, name, 0.01)
+    run = Watch([Odd("rank 0", "rank 0", 600.0, "--rank_timeout_s")])
+    run._run()
+    assert killed == ["rank 0"] and "rank 0 has not responded for 600 s" in str(run.failure)
+    assert capsys.readouterr().err.count("warning: the watch of processes failed") == 1
+
+
 class Sleepless(LLMRayActor):
     """An engine whose device does not give its memory back."""
 

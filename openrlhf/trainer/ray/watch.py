@@ -19,9 +19,10 @@ from openrlhf.trainer.ray.deaths import death_of_ray, death_of_worker, is_dead
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP, RayActorGroup
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils import stopping
-from openrlhf.utils.console import warn
+from openrlhf.utils.console import warn, warn_once
 from openrlhf.utils.framework_logs import with_last_lines
 from openrlhf.utils.progress import Advance, Health, Quiet, progress
+from openrlhf.utils.threads import telling
 from openrlhf.utils.worker_process import is_stopped
 
 ASK_EVERY_S = 2.0
@@ -179,6 +180,7 @@ class Watch:
     def __init__(self, watched: Iterable[Watched]) -> None:
         self.failure: EngineError | None = None  # why a process was killed
         self._watched = list(watched)
+        self._asked_at = time.monotonic()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -188,6 +190,7 @@ class Watch:
         asked = [reference for watched in self._watched for reference in watched.asked]
         ray.wait(asked, num_returns=len(asked), timeout=WAIT_S)
         self._ask_all(0.0)
+        self._asked_at = time.monotonic()
         self._thread.start()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -202,25 +205,31 @@ class Watch:
             raise self.failure from error
 
     def _run(self) -> None:
-        before = time.monotonic()
-        while not self._is_closed.wait(LOOK_EVERY_S):
-            if (failure := self._dead_ray()) is not None:
-                self.failure = failure
-                stopping.end_run(failure)
-                break
-            now = time.monotonic()
-            if now - before < ASK_EVERY_S:
-                continue
-            # A controller that was itself stopped for an hour has not seen the others rest.
-            self._ask_all(min(now - before, 2 * ASK_EVERY_S))
-            before = now
-            self._judge()
-            if self.failure is not None:
-                break
-            for watched in self._watched:
-                watched.draw()
+        while self.failure is None and not self._is_closed.wait(LOOK_EVERY_S):
+            with telling(self._note_error):
+                self._look()
         for watched in self._watched:
             watched.bar.close()
+
+    def _look(self) -> None:
+        """Look at Ray's own processes; ask all processes and judge them where it is time to."""
+        if (failure := self._dead_ray()) is not None:
+            self.failure = failure
+            stopping.end_run(failure)
+            return
+        now, before = time.monotonic(), self._asked_at
+        if now - before < ASK_EVERY_S:
+            return
+        self._asked_at = now
+        # A controller that was itself stopped for an hour has not seen the others rest.
+        self._ask_all(min(now - before, 2 * ASK_EVERY_S))
+        self._judge()
+        for watched in self._watched if self.failure is None else ():
+            watched.draw()
+
+    def _note_error(self, error: BaseException) -> None:
+        """Say an error that nobody expects here, once: whoever hangs later is still seen."""
+        warn_once(f"the watch of processes failed, and goes on: {error!r}")
 
     def _dead_ray(self) -> EngineError | None:
         """Return the error for one of Ray's own processes that has died, None while all live."""
