@@ -34,7 +34,7 @@ from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils.console import notice, warn
 from openrlhf.utils.metrics import Metrics, Values
 from openrlhf.utils.outcome import noteworthy
-from openrlhf.utils.progress import progress
+from openrlhf.utils.progress import progress, saying_what_is_awaited
 from openrlhf.utils.run_folder import HOLDER_FILE
 
 PLAIN = (
@@ -178,8 +178,9 @@ class RunState:
         while True:
             try:
                 has_same_ranks: list[bool] = []
-                for group in self.groups.values():
-                    with self.phases.update(group):
+                for role, group in self.groups.items():
+                    awaited = saying_what_is_awaited(f"{role} to load {saved.path}")
+                    with self.phases.update(group), awaited:
                         has_same_ranks += group.call(TrainedWorker.load_states, str(saved.path))
             except LostRankError as why:
                 self._start_models(why)

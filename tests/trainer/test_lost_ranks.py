@@ -420,6 +420,23 @@ def test_who_loads_or_writes_a_model_for_long_is_named(
     assert f"waited 0 s for actor to write its model to {tmp_path / 'run'}" in said
 
 
+def test_new_ranks_that_load_their_checkpoint_for_long_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    trainer, actor = losing_trainer(World(), tmp_path, save_steps=1, lost_in_updates={2})
+    call = actor.call
+
+    def slowly(method: Any, *args: Any, **options: Any) -> Any:
+        time.sleep(0.3 * (method is TrainedWorker.load_states))
+        return call(method, *args, **options)
+
+    actor.call = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(progress, "SAY_AFTER_S", 0.1)
+    trainer.fit()
+    said = capsys.readouterr().out
+    assert f"waited 0 s for actor to load {tmp_path}/global_step2" in said
+
+
 def test_a_rank_that_hangs_at_its_start_is_lost_and_while_its_model_loads_is_started_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
