@@ -1,10 +1,12 @@
 """`openrlhf doctor`: a line for what is fine, what to type for the rest."""
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,11 @@ from openrlhf.commands import doctor as commands_doctor
 from openrlhf.commands.doctor import (
     folder_findings,
     gpu_findings,
+    limit_findings,
     lock_findings,
+    memory_findings,
     misfit,
+    port_findings,
     token_findings,
 )
 from openrlhf.trainer.ray import nodes
@@ -127,6 +132,45 @@ def test_a_token_that_an_earlier_program_left_is_named(tmp_path: Path) -> None:
     (tmp_path / ".ray" / "auth_token").write_text("secret")
     assert "export RAY_AUTH_MODE=token" in remedies(token_findings(tmp_path, {}))[0]
     assert not remedies(token_findings(tmp_path, {"RAY_AUTH_MODE": "token"}))
+
+
+def test_a_port_that_is_taken_is_named_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(commands_doctor, "TORCHRUN_PORT", port)
+        [found] = port_findings()
+    assert found.seen == f"{port} is taken by process {os.getpid()}"
+    assert found.remedy.endswith("--master_port 29501.")
+    assert not remedies(port_findings())
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "remedy"),
+    [
+        (1024, 4096, "Have nofile raised to 8192"),
+        (1024, 10**6, "Type ulimit -n 8192."),
+        (8192, 0, ""),
+    ],
+)
+def test_a_limit_of_open_files_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, remedy: str
+) -> None:
+    monkeypatch.setattr(commands_doctor.resource, "getrlimit", lambda _: (soft, hard))
+    found = next(limit_findings())
+    assert found.subject == "open files" and bool(found.remedy) == bool(remedy)
+    assert found.remedy.startswith(remedy)
+
+
+def test_memory_that_is_short_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    for free, num_wrong in ((1, 2), (20, 0)):
+        memory = SimpleNamespace(available=free * gib, total=64 * gib)
+        disk = SimpleNamespace(free=free * gib, total=32 * gib)
+        monkeypatch.setattr(commands_doctor.psutil, "virtual_memory", lambda m=memory: m)
+        monkeypatch.setattr(commands_doctor.shutil, "disk_usage", lambda _, d=disk: d)
+        found = remedies(memory_findings())
+        assert len(found) == num_wrong
+    assert next(finding.seen for finding in memory_findings()) == "20.0 of 64.0 GiB free"
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
