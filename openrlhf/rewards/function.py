@@ -27,6 +27,7 @@ from openrlhf.rewards.base import (
     optional_numbers,
 )
 from openrlhf.utils.images import Picture
+from openrlhf.utils.progress import saying_what_is_awaited
 from openrlhf.utils.user_code import (
     accepted,
     blaming,
@@ -234,7 +235,8 @@ class CallableReward(RewardSource):
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:
         async with self._turn:
-            return await asyncio.to_thread(self.function.answer, batch)
+            with saying_what_is_awaited(f"{self.name} to score {batch.names()}"):
+                return await asyncio.to_thread(self.function.answer, batch)
 
     def check(self, columns: Sequence[str]) -> None:
         self.function.check(RewardBatch.of_columns(columns))

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, concat_results
 from openrlhf.rewards.function import CallableReward, UserFunctions
+from openrlhf.utils import progress
 from openrlhf.utils.images import Picture, read_picture
 
 
@@ -409,3 +411,17 @@ def test_a_function_that_sees_one_image_gets_none_where_there_is_none(tmp_path):
 def test_images_that_no_function_reads_are_not_decoded(tmp_path):
     batch = replace(batch_of(1), images=[(Picture(b"no picture", "", 1, 1),)])
     assert answering(tmp_path, "[1.0]").answer(batch).rewards == [1.0]
+
+
+def test_a_function_of_this_process_that_does_not_end_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SAY_AFTER_S", 0.1)
+
+    def slow(queries, prompts, labels):
+        time.sleep(0.3)
+        return [1.0] * len(queries)
+
+    source = CallableReward(slow)
+    batch = RewardBatch(["q"], ["p"], ["r"], ["l"], sample_ids=["step7/4/0"])
+    assert source.submit(batch).result().rewards == [1.0]
+    source.close()
+    assert "waited 0 s for slow to score sample step7/4/0" in capsys.readouterr().out
