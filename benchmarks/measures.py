@@ -164,22 +164,21 @@ def policy_update(work: Workload) -> Callable[[], object]:
 
 
 def training(work: Workload) -> Measurement:
-    """The bare loop and the policy's update in turns; two of each warm up."""
+    """The bare loop and the policy's update in turns."""
     calls = {"bare": bare_loop(work), "seconds": policy_update(work)}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(2 + TURNS):
+    for _ in range(work.num_steps or 2 + TURNS):
         for name, call in calls.items():
             start = time.monotonic()
             call()
             times[name].append(time.monotonic() - start)
-    return {name: statistics.median(each[2:]) for name, each in times.items()}
+    return {name: statistics.median(each[work.num_warm :]) for name, each in times.items()}
 
 
-def update(work: Workload) -> Measurement:
-    """The policy's update, and the time and rate of its matrix products and attention alone."""
-    took = seconds(policy_update(work), repeats=3, warm_up=1)
-    limit, gflops = limit_s(work)
-    return {"seconds": took, "limit": limit, "gflops": gflops}
+def limit(work: Workload) -> Measurement:
+    """The matrix products and attention of the policy's update by themselves."""
+    took, gflops = limit_s(work)
+    return {"seconds": took, "gflops": gflops}
 
 
 def _experience(work: Workload) -> object:
@@ -291,7 +290,8 @@ def _ppo_step(work: Workload, extra: list[str], *, on_ray: bool) -> Measurement:
         f"--save_path {folder / 'run'}"
     ).split()
     (train_ppo_ray if on_ray else train_ppo).main([*argv, *extra])
-    steps = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if "reward" in r][2:]
+    steps = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if "reward" in r]
+    steps = steps[work.num_warm :]
     names = [name for name in steps[0] if name.startswith("timing/")]
     result = {name: statistics.median(s[name] for s in steps) for name in names}
     lengths = statistics.mean(s["response_length"] for s in steps)
@@ -352,7 +352,7 @@ def step_trl(work: Workload) -> Measurement:
         callbacks=[Clock()],
     )
     trainer.train()
-    times = [after - before for before, after in pairwise(ends[1:])]
+    times = [after - before for before, after in pairwise(ends[work.num_warm - 1 :])]
     log = [r for r in trainer.state.log_history if "completions/mean_length" in r]
     return {
         "seconds": statistics.median(times),
@@ -367,7 +367,7 @@ MEASURES = {
         generate_vllm,
         generate_hf,
         training,
-        update,
+        limit,
         memory_copy,
         weight_sync,
         vllm_reload,

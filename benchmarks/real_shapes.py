@@ -35,16 +35,16 @@ class RealShapes(Bench):
     def compare_step(self, dtype: str, num_new: int) -> float:
         """Compare a GRPO step; return the seconds of its update."""
         prompt = {"least_prompt": 50, "most_prompt": 50, "num_prompts": self.args.prompts}
-        fields = {"dtype": dtype, "max_new_tokens": num_new, "num_steps": 4, **prompt}
+        fields = {"dtype": dtype, "max_new_tokens": num_new, "num_steps": 3, **prompt}
         what = f"{dtype}, {num_new} new tokens"
-        update = self.of("update", **fields)
-        ratio = update["limit"] / update["seconds"]
-        detail = f"{update['limit']:.1f} of {update['seconds']:.1f} s, "
-        detail += f"{update['gflops']:.0f} GFLOP/s"
+        update, limit = (self.of(name, **fields) for name in ("training", "limit"))
+        ratio = limit["seconds"] / update["seconds"]
+        detail = f"{limit['seconds']:.1f} of {update['seconds']:.1f} s, "
+        detail += f"{limit['gflops']:.0f} GFLOP/s"
         goal = UPDATE_GOAL.get(dtype, 0)
         self.say(f"update: limit / ours, {what}", ratio, goal, detail, at_most=False)
         parts = [self.of(name, **fields)["seconds"] for name in ("generate_plain", "memory_copy")]
-        parts.append(self.of("training", **fields)["bare"])
+        parts.append(update["bare"])
         steps = {name: self.of(name, **fields) for name in ("step_local_vllm", "step_local")}
         best = min(steps.values(), key=lambda step: step["seconds"])
         whole = steps["step_local_vllm"]["seconds"]
@@ -53,7 +53,7 @@ class RealShapes(Bench):
             f"step with vLLM / bare parts, {what}", whole / sum(parts), 1.1, detail, at_most=True
         )
         if self.args.with_trl:
-            sizes = [8, self.args.prompts * 8]
+            sizes = self.args.trl_micro_batches
             trl = [self.of("step_trl", micro_batch=size, **fields) for size in sizes]
             self.compare_with_trl("GRPO step", what, best, trl, 2.0)
         return update["seconds"]
@@ -72,7 +72,7 @@ class RealShapes(Bench):
 
     def compare_supervised(self, kind: str, dtype: str, goal: float) -> None:
         """Compare a step of rows of log-normal lengths with TRL's."""
-        fields = {"dtype": dtype, "num_rows": self.args.rows, "num_steps": 4}
+        fields = {"dtype": dtype, "num_rows": self.args.rows, "num_steps": 3}
         ours = self.of(f"ours_{kind}", "supervised", **fields)
         trl = [self.of(f"trl_{kind}", "supervised", micro_batch=m, **fields) for m in (2, 4)]
         what = f"{dtype}, {self.args.rows} rows"
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--prompts", type=int, default=4, help="of a GRPO step, 8 samples each")
     parser.add_argument("--rows", type=int, default=16, help="of a step of SFT and DPO; 0: none")
+    parser.add_argument("--trl-micro-batches", type=int, nargs="+", default=[8, 32], help="GRPO")
     parser.add_argument("--without-trl", dest="with_trl", action="store_false")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,7 @@ Measurement = dict[str, float]
 
 
 def num_steps_of(work: Workload) -> int:
-    """Return the steps of a run; two of them warm up."""
+    """Return the steps of a run."""
     return work.num_steps or 7
 
 
@@ -85,7 +85,10 @@ def ours(kind: str, work: Workload) -> Measurement:
         for record in read_metrics(folder / kind / "metrics.jsonl")
         if "timing/step_total" in record
     ]
-    return {"seconds": statistics.median(steps[2:]), "tokens": tokens_a_step(rows, work.num_rows)}
+    return {
+        "seconds": statistics.median(steps[work.num_warm :]),
+        "tokens": tokens_a_step(rows, work.num_rows),
+    }
 
 
 def trl_side(kind: str, work: Workload) -> Measurement:
@@ -145,7 +148,7 @@ def trl_side(kind: str, work: Workload) -> Measurement:
         callbacks=[Clock()],
     )
     trainer.train()
-    times = [after - before for before, after in pairwise(ends[1:])]
+    times = [after - before for before, after in pairwise(ends[work.num_warm - 1 :])]
     return {"seconds": statistics.median(times), "tokens": tokens_a_step(rows, work.num_rows)}
 
 

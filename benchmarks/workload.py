@@ -34,7 +34,7 @@ class Workload:
     most_prompt: int = 44
     num_rows: int = 64  # rows, or pairs, of a supervised step
     micro_batch: int = 0  # rows in a micro-batch of TRL's; 0: all of a step
-    num_steps: int = 0  # 0: 7 or, of long responses, 5; two of them warm up
+    num_steps: int = 0  # one of them warms up; 0: 7 or, of long responses, 5, of which two do
     dtype: str = "fp32"
     micro_batch_tokens: int = 0  # of ours; 0: the fastest for the small model
 
@@ -79,8 +79,13 @@ class Workload:
 
     @property
     def steps_of_a_run(self) -> int:
-        """Return the steps of a run of GRPO; two of them warm up."""
+        """Return the steps of a run of GRPO."""
         return self.num_steps or (7 if self.max_new_tokens <= 64 else 5)
+
+    @property
+    def num_warm(self) -> int:
+        """Return the steps that warm up."""
+        return 1 if self.num_steps else 2
 
     @cached_property
     def tokenizer(self) -> Any:
