@@ -23,7 +23,8 @@ def test_steps_beside_a_save_are_measured_whether_it_is_waited_for_or_not(
 def test_each_ratio_at_real_shapes_is_said_with_its_goal(
     tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = f"--model {tiny_model_dir} --new-tokens 8 --dtypes fp32 --prompts 1 --rows 4 --trl-micro-batches 8"
+    words = f"--model {tiny_model_dir} --new-tokens 8 --dtypes fp32 --prompts 1 --rows 4"
+    words += " --trl-micro-batches 8"
     monkeypatch.setattr("sys.argv", ["real_shapes", *words.split()])
     real_shapes.main()
     said = [line for line in capsys.readouterr().out.splitlines() if "  goal " in line]
