@@ -227,7 +227,7 @@ def phases_of(config: PPOConfig, engines: Sequence[RolloutEngine]) -> DevicePhas
         training_sleeps=config.ds.enable_sleep,
         # One at a time where reward models and what is trained share devices and run side by side,
         # or where a new engine starts on devices that training computes on.
-        turn=threading.RLock() if takes_turns else nullcontext(),
+        device_lock=threading.RLock() if takes_turns else nullcontext(),
     )
 
 
@@ -349,7 +349,7 @@ def rollouts_of(
             config.reward.weights,
             in_turn=config.colocates_all,
             is_streaming=has_own_devices or never_pauses,
-            turn=phases.turn,
+            device_lock=phases.device_lock,
         )
     turns = EnginePool(samplers, inputs.tokenizer, vocab_size=inputs.vocab_size)
     return Rollouts(turns, GroupScorer(scorer, policy))

@@ -26,12 +26,12 @@ class DevicePhases:
         *,
         engines_sleep: bool,
         training_sleeps: bool,
-        turn: AbstractContextManager[object] | None = None,
+        device_lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        """`turn`: held while training or a sync has the devices, by whoever else computes there
-        too.
+        """`device_lock`: held while training or a sync has the devices; others who compute there,
+        such as reward models that score beside training, hold it too.
         """
-        self.turn = nullcontext() if turn is None else turn
+        self.device_lock = nullcontext() if device_lock is None else device_lock
         self.engines = list(engines) if engines_sleep else []
         self.training_sleeps = training_sleeps
         self.awake: set[str] = {"weights", "kv_cache"}
@@ -65,7 +65,7 @@ class DevicePhases:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Have the engines sleep inside."""
-        with self.turn:
+        with self.device_lock:
             self.sleep()
             yield
 
@@ -83,7 +83,7 @@ class DevicePhases:
     @contextmanager
     def sync(self) -> Iterator[None]:
         """Give the engines room for their weights inside."""
-        with self.turn:
+        with self.device_lock:
             self._wake("weights")
             yield
 

@@ -22,11 +22,22 @@ SEED_STRIDE = 1_000_003  # between the seeds of engines that start at one step a
 
 
 class Recovery(Protocol):
-    """Starts new engines in place of lost ones."""
+    """Starts new engines in place of lost ones: EngineRecovery, on Ray."""
 
-    def prepare(self, room: AbstractContextManager[object], update: Callable[[Any], None]) -> None:
-        """Have `update` send weights to each new engine before it is used; `room` is held while an
-        engine takes its devices.
+    @property
+    def num_losses(self) -> int:
+        """Return the losses of the run that were made good, of engines and ranks."""
+
+    def prepare(
+        self,
+        device_lock: AbstractContextManager[object],
+        update: Callable[[Any], None],
+        *,
+        sleeps: bool = False,
+    ) -> None:
+        """Have `update` send weights to each new engine, and let it be used then. `device_lock` is
+        held while an engine takes its devices; one that `sleeps` gives them to the trainer while it
+        waits for weights.
         """
 
     def close(self) -> None:

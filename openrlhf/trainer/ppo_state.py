@@ -219,7 +219,7 @@ class RunState:
         if not self.opened.config.keeps_best or self.evaluations[1] is not found:
             return
         actor = self.groups["actor"]
-        with self.phases.turn:  # scoring and training are in turn on shared devices
+        with self.phases.device_lock:  # no reward model scores on the same devices
             is_saved = self.opened.save_best(
                 self.global_step,
                 lambda path: actor.call(PolicyModelActor.export_policy, str(path)),

@@ -110,7 +110,7 @@ class PPOTrainer:
         self._has_failed = False  # whether an engine did when weights were sent last
         if self.recovery is not None:
             self.recovery.prepare(
-                self.phases.turn, self.update_engine, sleeps=bool(self.phases.engines)
+                self.phases.device_lock, self.update_engine, sleeps=bool(self.phases.engines)
             )
         algo, train = config.algo, config.train
         teaching = GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)

@@ -112,10 +112,10 @@ def test_models_that_share_devices_with_training_score_before_it_or_after():
         events.append("scored")
         return lambda: torch.ones(len(experience.num_actions))
 
-    turn = threading.Lock()
-    phases = DevicePhases([], engines_sleep=False, training_sleeps=False, turn=turn)
+    lock = threading.Lock()
+    phases = DevicePhases([], engines_sleep=False, training_sleeps=False, device_lock=lock)
     engine = HeldEngine()
-    stream = open_stream([engine], ModelScorer({"m": forward}, turn=turn, is_streaming=True))
+    stream = open_stream([engine], ModelScorer({"m": forward}, device_lock=lock, is_streaming=True))
     submit(stream, range(2))
     for phase in (phases.training, phases.sync):
         with phase():

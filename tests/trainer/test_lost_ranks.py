@@ -283,17 +283,17 @@ def test_a_run_that_is_asked_to_stop_ends_a_reward_model_that_holds_the_devices(
 ) -> None:
     trainer, _ = losing_trainer(World(), tmp_path, save_steps=100)
     trainer.fit()
-    closed, turn = threading.Event(), threading.RLock()
+    closed, lock = threading.Event(), threading.RLock()
 
     def start_again() -> None:
-        with turn:
+        with lock:
             holding.set()
             closed.wait(60)
 
     holding = threading.Event()
     threading.Thread(target=start_again, daemon=True).start()
     holding.wait(60)
-    trainer.phases.turn = turn
+    trainer.phases.device_lock = lock
     trainer.groups["reward"] = SimpleNamespace(close=closed.set)
     begun_at = time.monotonic()
     with pytest.raises(stopping.Interrupted, match="it was saved in "):
@@ -607,7 +607,7 @@ def test_a_new_engine_and_training_take_turns_on_devices_that_they_share() -> No
     for flags, has_turn in (("--colocate_all_models", True), ("", False)):
         words = f"--pretrain m --prompt_data d --reward_pretrain r {flags}".split()
         phases = phases_of(parse_config(PPOConfig, words).config, [])
-        assert isinstance(phases.turn, nullcontext) != has_turn
+        assert isinstance(phases.device_lock, nullcontext) != has_turn
 
 
 @pytest.mark.parametrize("role", ["ref", "critic"])

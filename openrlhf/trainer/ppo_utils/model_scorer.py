@@ -25,16 +25,16 @@ class ModelScorer(Scorer):
         *,
         in_turn: bool = False,
         is_streaming: bool = False,
-        turn: AbstractContextManager[object] | None = None,
+        device_lock: AbstractContextManager[object] | None = None,
     ) -> None:
         """`in_turn`: the models share devices. `is_streaming`: they may score beside generation.
-        `turn` is held while they score, where others compute on their devices too.
+        `device_lock` is held while they score, where others compute on their devices too.
         """
         self.models = models
         self.weights = list(weights or [1.0] * len(models))
         self.in_turn = in_turn
         self.is_streaming = is_streaming
-        self.turn = turn or nullcontext()
+        self.device_lock = device_lock or nullcontext()
         self._thread = LoopThread("reward-models")
 
     async def score(self, groups: Sequence[Group]) -> list[Outcome]:
@@ -44,7 +44,7 @@ class ModelScorer(Scorer):
     def _score(self, groups: Sequence[Group]) -> list[Outcome]:
         unscored = [replace(rollout, reward=0.0) for group in groups for rollout in group]
         experience = Experience.from_rollouts(unscored)
-        with self.turn:
+        with self.device_lock:
             columns = run_forwards(self.models, experience, in_turn=self.in_turn)
         numbers = zip(*(column.tolist() for column in columns.values()), strict=True)
         return [self._outcome(group, [next(numbers) for _ in group]) for group in groups]

@@ -29,7 +29,7 @@ class EngineRecovery:
 
     def __init__(self, engines: Sequence[RayEngine], restarts: Restarts) -> None:
         self._engines, self._restarts = engines, restarts
-        self._room: AbstractContextManager[object] = nullcontext()
+        self._device_lock: AbstractContextManager[object] = nullcontext()
         self._update: Callable[[RayEngine], None] | None = None
         self._sleeps = False
         self._lock = threading.Lock()
@@ -40,16 +40,16 @@ class EngineRecovery:
 
     def prepare(
         self,
-        room: AbstractContextManager[object],
+        device_lock: AbstractContextManager[object],
         update: Callable[[RayEngine], None],
         *,
         sleeps: bool = False,
     ) -> None:
-        """Have `update` send weights to each new engine, and let it be used then; `room` is held
-        while an engine takes its devices. One that `sleeps` leaves them to a trainer that it waits
-        for.
+        """Have `update` send weights to each new engine, and let it be used then. `device_lock` is
+        held while an engine takes its devices; one that `sleeps` gives them to the trainer while it
+        waits for weights.
         """
-        self._room, self._update, self._sleeps = room, update, sleeps
+        self._device_lock, self._update, self._sleeps = device_lock, update, sleeps
 
     @property
     def num_losses(self) -> int:
@@ -79,13 +79,13 @@ class EngineRecovery:
 
     def _replace(self, engine: RayEngine, why: EngineError, rows: Set[str]) -> None:
         lost_at = time.monotonic()
-        engine.kill()  # whoever waits for one that hangs may hold the room for the next
+        engine.kill()  # whoever waits for one that hangs may hold the lock for the next
         while not self._is_closed:
             count = self._restarts.note("vllm", why, who=engine.name, rows=rows)
             rows = frozenset()  # of one that does not start
             warn(f"{why}; a new one starts in its place: {count}.")
             try:
-                with self._room:
+                with self._device_lock:
                     with self._lock:  # `close` kills all that are started
                         if self._is_closed:
                             return
@@ -99,7 +99,7 @@ class EngineRecovery:
                     time.sleep(RETRY_S)  # until the trainer is started again
                     if engine.waits_for is not None:
                         continue
-                    with self._room:
+                    with self._device_lock:
                         for part in ("weights", "kv_cache") if self._sleeps else ():
                             engine.call(VLLMEngine.wake_up, part)
                         has_weights = self._update_weights(engine)

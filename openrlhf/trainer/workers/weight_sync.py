@@ -110,7 +110,7 @@ class WeightTransport:
                 barrier()  # rank 0 is here once engines have read the bucket before this one
                 entries, begin = [], 0
             if self.is_used and not entries:
-                self._turn(tensor.nbytes)
+                self._next_buffer(tensor.nbytes)
             num_bytes = begin + tensor.nbytes
             if self.is_used:
                 self._buffers[-1][0][begin:num_bytes].copy_(as_bytes(tensor))
@@ -136,7 +136,7 @@ class WeightTransport:
         address = self.address(data)
         return WeightBucket(names, dtypes, shapes, offsets, num_bytes, address), data
 
-    def _turn(self, num_bytes: int) -> None:
+    def _next_buffer(self, num_bytes: int) -> None:
         """Take the other buffer, or a new one where there is none or it is too small."""
         if len(self._buffers) == NUM_BUFFERS:
             oldest = self._buffers.pop(0)
