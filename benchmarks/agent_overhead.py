@@ -110,7 +110,7 @@ class Bench:
 
     def _runner(self, path: Path, code: str) -> Any:
         from openrlhf.rollout.agents.episode import AgentSetup
-        from openrlhf.rollout.agents.episodes import agent_rollouts
+        from openrlhf.rollout.agents.episodes import agent_rollout_maker
         from openrlhf.rollout.scoring import FailurePolicy
 
         words = {"num_turns": self.num_turns, "num_new_tokens": NUM_NEW_TOKENS}
@@ -122,7 +122,7 @@ class Bench:
             self.max_length,
             num_tasks=self.num_episodes,
         )
-        return agent_rollouts(setup, [self.engine], FailurePolicy(1))
+        return agent_rollout_maker(setup, [self.engine], FailurePolicy(1))
 
     def ask_engine(self) -> None:
         """The turns without agents: each prompt is the last one, its answer and the feedback."""

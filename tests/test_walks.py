@@ -19,7 +19,7 @@ WALKS = {
         [
             "rollout/rollout.py:submit",
             "rollout/rollout.py:rollout",
-            "rollout/engine_pool.py:act",
+            "rollout/engine_pool.py:samples_of",
             "rollout/engine_pool.py:_sample_on",
             "trainer/ray/vllm_engine.py:sample",
             "engines/vllm_engine.py:sample",

@@ -165,7 +165,9 @@ async def _try_agent(config: GenerationRunConfig, inputs: RunInputs, gathered: G
         for index in range(min(NUM_ROWS, len(inputs.prompts))):
             prompt = inputs.prompts[index]
             engine.completions = _completions(inputs, [_words(prompt.label) or WITHOUT_LABEL[0]])
-            parts = await agents.act(RolloutRequest(prompt, sampling, f"row{index + 1}", index))
+            parts = await agents.samples_of(
+                RolloutRequest(prompt, sampling, f"row{index + 1}", index)
+            )
             notice(
                 f"\nreward of an episode of {inputs.prompts.place(index)}, label {prompt.label!r}"
             )
@@ -194,7 +196,9 @@ async def _scored(
     completions = _completions(inputs, words)
     engine = EnginePool([_Given(completions)], inputs.tokenizer, vocab_size=inputs.vocab_size)
     sampling = replace(inputs.sampling, num_samples=len(completions))
-    group = await engine.act(RolloutRequest(inputs.prompts[index], sampling, f"row{index + 1}", 0))
+    group = await engine.samples_of(
+        RolloutRequest(inputs.prompts[index], sampling, f"row{index + 1}", 0)
+    )
     [outcome] = await scorer.score([group])
     return group, outcome
 

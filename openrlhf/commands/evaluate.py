@@ -15,7 +15,7 @@ from openrlhf.commands.rl_inputs import (
     read_inputs,
     with_rewards,
 )
-from openrlhf.commands.train_rl import opener, rollouts_of
+from openrlhf.commands.train_rl import opener, rollout_maker_of
 from openrlhf.config.base import with_value
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.common import last_words
@@ -188,7 +188,7 @@ def _samples(config: EvaluateConfig, inputs: RunInputs, policy: FailurePolicy) -
                 group.model_args = tuple(path for other, path in rewards.items() if other == role)
                 group.call(ModelWorker.init_model, *group.model_args)
         phases = DevicePhases((), engines_sleep=False, training_sleeps=False)
-        with closing(rollouts_of(config, inputs, cluster, phases, policy)) as rollouts:
+        with closing(rollout_maker_of(config, inputs, cluster, phases, policy)) as maker:
             prompts = list(inputs.prompts)
             sampling = replace(inputs.sampling, seed=config.train.seed)
-            return rollouts.generate_samples(prompts, sampling, tag="eval0")
+            return maker.generate_samples(prompts, sampling, tag="eval0")

@@ -59,7 +59,7 @@ from openrlhf.models.support import (
 )
 from openrlhf.models.value_head import RewardModel
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
-from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.console import notice, say_notices
@@ -288,8 +288,8 @@ def drained(
     pool = EnginePool(
         [sampler], task.tokenizer, vocab_size=task.model_config.get_text_config().vocab_size
     )
-    rollouts = Rollouts(pool, GroupScorer(None, FailurePolicy(step_size=1)))
-    stream, run = rollouts.open_stream(sampling_of(task)), rollouts.loop.run
+    maker = RolloutMaker(pool, GroupScorer(None, FailurePolicy(step_size=1)))
+    stream, run = maker.open_stream(sampling_of(task)), maker.loop.run
 
     async def submit(items: Sequence[int]) -> None:
         stream.submit([((0, item), task.samples[item]) for item in items], tag="row")
@@ -302,7 +302,7 @@ def drained(
                 yield group.key[1], task.generated_rows(group.key[1], group.rollouts)
     finally:
         run(stream.__aexit__())
-        rollouts.close()
+        maker.close()
 
 
 def sampling_of(task: BatchTask) -> SamplingSettings:

@@ -30,9 +30,9 @@ from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
 from openrlhf.report.report import reporting
 from openrlhf.rewards.base import RewardSource
-from openrlhf.rollout.agents.episodes import agent_rollouts, agent_setup
+from openrlhf.rollout.agents.episodes import agent_rollout_maker, agent_setup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
-from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.local_cluster import Cluster, local_cluster
@@ -131,7 +131,7 @@ def _open_and_run(
         say_padded(config, config.named_models)
         with (
             reporting(config, is_resumed=opened.saved is not None),
-            stopping.telling(opened.how_to_go_on),
+            stopping.explaining_end(opened.how_to_go_on),
             open_cluster(
                 config,
                 worker_classes(config),
@@ -163,7 +163,7 @@ def _run(
     sizes = init_models(config, groups, inputs.updates, phases)
     state.check_room()
     print_banner(banner_sections(config, inputs, cluster, sizes))
-    rollouts = rollouts_of(
+    maker = rollout_maker_of(
         config,
         inputs,
         cluster,
@@ -179,7 +179,7 @@ def _run(
         inputs,
         cluster,
         forwards=forwards_of(config, groups, max(inputs.updates)),
-        rollouts=rollouts,
+        maker=maker,
         state=state,
         tracker=make_tracker(config.logger, inputs.run_dir, settings, resume_step=resume_step),
     )
@@ -307,7 +307,7 @@ def forwards_of(config: PPOConfig, groups: Groups, updates_per_rollout: int) -> 
     }
 
 
-def rollouts_of(
+def rollout_maker_of(
     config: GenerationRunConfig,
     inputs: RunInputs,
     cluster: Cluster,
@@ -315,10 +315,8 @@ def rollouts_of(
     policy: FailurePolicy,
     *,
     never_pauses: bool = False,
-) -> Rollouts:
-    """Return the maker of scored samples: engines and rewards, or agents that act through
-    engines.
-    """
+) -> RolloutMaker:
+    """Return the maker of scored rollouts: engines and rewards, or agents that use the engines."""
     groups = cluster.groups
     samplers: Sequence[Sampler] = list(cluster.engines) or [
         BatchSampler(partial(groups["actor"].divide, PolicyModelActor.generate))
@@ -330,7 +328,7 @@ def rollouts_of(
             vocab_size=inputs.vocab_size,
             image_processor=inputs.image_processor,
         )
-        return agent_rollouts(setup, samplers, policy)
+        return agent_rollout_maker(setup, samplers, policy)
     if inputs.reward_source is not None:
         batch_size, num_steps = config.rollout.micro_batch_size, len(inputs.updates)
         scorer: Scorer = SourceScorer(
@@ -351,8 +349,8 @@ def rollouts_of(
             is_streaming=has_own_devices or never_pauses,
             device_lock=phases.device_lock,
         )
-    turns = EnginePool(samplers, inputs.tokenizer, vocab_size=inputs.vocab_size)
-    return Rollouts(turns, GroupScorer(scorer, policy))
+    pool = EnginePool(samplers, inputs.tokenizer, vocab_size=inputs.vocab_size)
+    return RolloutMaker(pool, GroupScorer(scorer, policy))
 
 
 def banner_sections(

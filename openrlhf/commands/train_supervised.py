@@ -98,7 +98,7 @@ def _run(
         return None
     is_resumed = opened.saved is not None
     reported = reporting(config, is_resumed=is_resumed) if strategy.is_main else nullcontext()
-    with reported, stopping.telling(opened.how_to_go_on):
+    with reported, stopping.explaining_end(opened.how_to_go_on):
         trainer = recipe(config, inputs, strategy)
         trainer.callbacks = callbacks
         return _train(trainer, config, opened)

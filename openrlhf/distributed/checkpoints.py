@@ -38,10 +38,10 @@ from openrlhf.distributed.collectives import (
     PATIENCE,
     RANK_TIMEOUT_S,
     all_gather_object,
+    all_or_none,
     gather_by_store,
     is_main,
     on_main,
-    together,
 )
 from openrlhf.distributed.folders import MARGIN, Write, free_bytes, has_room
 from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError, LostRankError
@@ -428,8 +428,8 @@ class RunCheckpoints:
             with progress("saving a checkpoint"), self._saying_what_is_awaited(step):
                 states, export, _ = on_main(lambda: self._stage(step))
                 if self.config.save_hf:
-                    together(partial(run.export, export))
-                write = together(partial(run.take, states)) if has_states else folders.nothing
+                    all_or_none(partial(run.export, export))
+                write = all_or_none(partial(run.take, states)) if has_states else folders.nothing
         except CheckpointError as error:
             on_main(lambda: self.store.discard(step))
             save.fail(error)
@@ -458,10 +458,10 @@ class RunCheckpoints:
             store.commit(step, state)
 
         try:
-            together(write, gather_by_store)
-            together(lambda: commit() if is_main() else None, gather_by_store)
+            all_or_none(write, gather_by_store)
+            all_or_none(lambda: commit() if is_main() else None, gather_by_store)
         except CheckpointError:
-            together(lambda: store.discard(step) if is_main() else None, gather_by_store)
+            all_or_none(lambda: store.discard(step) if is_main() else None, gather_by_store)
             raise
         if is_main():
             try:
@@ -610,7 +610,7 @@ class RunCheckpoints:
         try:
             with self._saying_what_is_awaited(step):
                 *_, best = on_main(lambda: self.store.stage(step))
-                together(partial(export, best))
+                all_or_none(partial(export, best))
                 on_main(lambda: self.store.commit(step, None))
         except CheckpointError as error:
             on_main(lambda: self.store.discard(step))

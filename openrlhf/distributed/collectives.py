@@ -213,18 +213,19 @@ def broadcast_object(thing: Thing) -> Thing:
 
 
 def problem_of(error: BaseException) -> str:
-    """Return an error as all are told of it."""
+    """Return the text of an error that every rank raises; with its class unless it is of files."""
     is_of_files = isinstance(error, (OSError, RuntimeError, CheckpointError)) and str(error)
     return str(error) if is_of_files else repr(error)
 
 
-def together(work: Callable[[], Thing], gather: Gather = all_gather_object) -> Thing:
+def all_or_none(work: Callable[[], Thing], gather: Gather = all_gather_object) -> Thing:
     """Return the result of this rank's work on files; raise CheckpointError on every rank if it
-    failed on any, so that all go on or none. `gather`: how they tell one another.
+    failed on any, so that all go on or none. The ranks exchange their errors by `gather`.
 
-    torch reports a full disk as RuntimeError. An error of another kind ends the process, which the
-    others notice. In a thread, with `gather_by_store`, it would not: there any is told to all, but
-    the loss of a rank.
+    Errors that count are those of files; torch reports a full disk as RuntimeError. Any other error
+    is raised on its rank alone and ends that process, which the others notice. With
+    `gather_by_store` the work is in a thread, whose errors end no process: there every error
+    counts, except that of a lost rank.
     """
     problems, result = [], None
     try:
@@ -242,8 +243,8 @@ def together(work: Callable[[], Thing], gather: Gather = all_gather_object) -> T
 
 
 def on_main(work: Callable[[], Thing]) -> Thing:
-    """Return, on every rank, what the main rank's work on files returns; as `together`."""
-    return broadcast_object(together(lambda: work() if is_main() else None))  # type: ignore[return-value]
+    """Return, on every rank, what the main rank's work on files returns; raise as `all_or_none`."""
+    return broadcast_object(all_or_none(lambda: work() if is_main() else None))  # type: ignore[return-value]
 
 
 def barrier() -> None:

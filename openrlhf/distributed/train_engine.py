@@ -272,7 +272,7 @@ class TrainEngine:
 
     def save_states(self, folder: Path, *, has_optimizer: bool = True) -> None:
         """Write what `take_states` takes; all ranks call, all or none raise CheckpointError."""
-        collectives.together(lambda: self.take_states(folder, has_optimizer=has_optimizer)())
+        collectives.all_or_none(lambda: self.take_states(folder, has_optimizer=has_optimizer)())
 
     def take_states(
         self,
@@ -320,13 +320,13 @@ class TrainEngine:
         CheckpointError.
         """
         engine, is_universal = self.engine, self.use_universal_ckpt
-        saved = collectives.together(
+        saved = collectives.all_or_none(
             lambda: _read_description(engine, folder, is_universal=is_universal)
         )
         zero = engine.optimizer
         if self.zero_stage == 3:
             zero.checkpoint_event_prologue()  # splits the parameters that are kept whole
-        collectives.together(lambda: _take_up(engine, folder))
+        collectives.all_or_none(lambda: _take_up(engine, folder))
         if self.zero_stage > 0:
             vars(zero.loss_scaler).update(saved["loss_scaler"])
         if self.zero_stage in (1, 2):

@@ -28,7 +28,7 @@ from openrlhf.errors import (
     first_line,
 )
 from openrlhf.utils.images import ImageProcessor
-from openrlhf.utils.threads import release_cores, telling
+from openrlhf.utils.threads import errors_to, release_cores
 
 Result = TypeVar("Result")
 
@@ -303,7 +303,7 @@ class VLLMEngine:
                     future.set_exception(error)
             self._drop_done()
 
-        with telling(refuse):
+        with errors_to(refuse):
             self._check_is_up()
             for request, prompt, future in zip(requests, prompts, futures, strict=True):
                 num_tokens = len(request.prompt_token_ids)
@@ -332,7 +332,7 @@ class VLLMEngine:
         self._is_stepping = False
         if not self.is_busy:
             return
-        with telling(self._fail), torch.compiler.set_stance(self._stance):
+        with errors_to(self._fail), torch.compiler.set_stance(self._stance):
             outputs = self.llm.step()
             self.num_steps += 1
             for output in outputs:

@@ -111,8 +111,8 @@ def synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def telling_of_peers() -> Iterator[None]:
-    """Raise EngineError for what torch says of a peer that is dead."""
+def naming_lost_peers() -> Iterator[None]:
+    """Turn an error of torch about a dead peer into EngineError."""
     try:
         yield
     except RuntimeError as error:
@@ -129,7 +129,7 @@ class Broadcasts:
     def __init__(self, host: str, port: int, *, rank: int, world_size: int) -> None:
         """Open the store at an address, which rank 0 serves; raise EngineError if it is dead."""
         self._rank, self._world_size = rank, world_size
-        with telling_of_peers():
+        with naming_lost_peers():
             self._store = open_store(
                 host, port, rank=rank, world_size=world_size, timeout=CONNECT_TIMEOUT, waits=False
             )
@@ -140,7 +140,7 @@ class Broadcasts:
         everyone = [f"{HERE}{rank}" for rank in range(self._world_size)]
         make = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
         store = dist.PrefixStore("weights", self._store)
-        with telling_of_peers():
+        with naming_lost_peers():
             self._store.set(f"{HERE}{self._rank}", "")
             self._until(lambda: self._store.check(everyone))
             self._group = make(store, self._rank, self._world_size, GROUP_TIMEOUT)
@@ -150,7 +150,7 @@ class Broadcasts:
         """Send the bytes of rank 0 to all members; raise EngineError if that is broken off."""
         work = self._group.broadcast(data, 0)
         try:
-            with telling_of_peers():
+            with naming_lost_peers():
                 self._until(work.is_completed)
                 work.wait()
         except EngineError:

@@ -109,7 +109,7 @@ class EnginePool:
         # Requests are sampled in batches: those that come together end together.
         self.in_rounds = any(isinstance(sampler, BatchSampler) for sampler in samplers)
 
-    async def act(self, request: RolloutRequest) -> list[Rollout]:
+    async def samples_of(self, request: RolloutRequest) -> list[Rollout]:
         """Return the samples of a prompt, with their texts; raises EngineError."""
         prompt = request.prompt
         asked = GenerationRequest(

@@ -33,12 +33,12 @@ class RolloutRequest:
     metrics: Metrics = field(default_factory=Metrics)  # what is noted on the way
 
 
-class Acts(Protocol):
+class SampleSource(Protocol):
     """Source of the samples of a prompt: one turn of an engine, or an agent's episodes."""
 
     in_rounds: bool  # prompts that are submitted together end together, others wait for them
 
-    async def act(self, request: RolloutRequest) -> list[Rollout]:
+    async def samples_of(self, request: RolloutRequest) -> list[Rollout]:
         """Return the samples; raises EngineError, or AgentError where an agent failed."""
 
     async def close(self) -> None:
@@ -70,25 +70,25 @@ class SampleBatch:
     failed: dict[int, str]  # row -> why its samples were dropped
 
 
-class Rollouts:
-    """Makes scored samples of prompts; all its streams share one event loop."""
+class RolloutMaker:
+    """Makes the scored rollouts of prompts; all its streams share one event loop."""
 
-    def __init__(self, actor: Acts, scorer: GroupScorer) -> None:
-        self.actor = actor
+    def __init__(self, source: SampleSource, scorer: GroupScorer) -> None:
+        self.source = source
         self.scorer = scorer
-        self.acted_at = 0.0  # when the last samples came
+        self.sampled_at = 0.0  # when the last samples came
         self.loop = LoopThread("rollouts")
 
     async def rollout(self, request: RolloutRequest) -> list[Rollout]:
         """Return the scored samples of a prompt; raises RewardError where the group failed."""
         with self.scorer.expecting():
-            samples = await self.actor.act(request)
-        self.acted_at = time.monotonic()
+            samples = await self.source.samples_of(request)
+        self.sampled_at = time.monotonic()
         return await self.scorer.score(samples, request.metrics)
 
     def close(self) -> None:
         """End the agents and the loop; nothing is sampled any more."""
-        self.loop.run(self.actor.close())
+        self.loop.run(self.source.close())
         self.loop.close()
 
     def open_stream(self, sampling: SamplingSettings) -> "GroupStream":
@@ -122,17 +122,17 @@ class Rollouts:
 
 
 class GroupStream:
-    """A bounded set of rollouts; all methods are called on the event loop of `rollouts`.
+    """A bounded set of rollouts; all methods are called on the event loop of `maker`.
 
     Every submitted prompt comes out of `next` exactly once, unless an error ends the stream or it
     is closed. Groups come in the order in which they are finished, which depends on timing; what is
     in a group that has a seed does not, for a given engine.
     """
 
-    def __init__(self, rollouts: Rollouts, sampling: SamplingSettings) -> None:
+    def __init__(self, maker: RolloutMaker, sampling: SamplingSettings) -> None:
         self.num_running = 0  # submitted and not yet fetched
-        self.in_rounds = rollouts.actor.in_rounds
-        self._rollouts = rollouts
+        self.in_rounds = maker.source.in_rounds
+        self._maker = maker
         self._sampling = sampling
         self._opened_at = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -187,16 +187,16 @@ class GroupStream:
     def timings(self) -> Metrics:
         """Return the seconds that generation took, and those that rewards took beyond it."""
         metrics, end = Metrics(), time.monotonic()
-        acted_at = max(self._rollouts.acted_at, self._opened_at)
-        metrics.add("timing/generation", acted_at - self._opened_at, reduction="sum")
-        metrics.add("timing/reward", end - acted_at, reduction="sum")
+        sampled_at = max(self._maker.sampled_at, self._opened_at)
+        metrics.add("timing/generation", sampled_at - self._opened_at, reduction="sum")
+        metrics.add("timing/reward", end - sampled_at, reduction="sum")
         return metrics
 
     async def _run(self, key: GroupKey, request: RolloutRequest) -> None:
-        drops = self._rollouts.scorer.policy.drops
+        drops = self._maker.scorer.policy.drops
         failure = None
         try:
-            rollouts = await self._rollouts.rollout(request)
+            rollouts = await self._maker.rollout(request)
         except RewardError as error:
             if not drops:
                 raise

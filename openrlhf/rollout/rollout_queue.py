@@ -21,7 +21,7 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.rollout.async_controller import AsyncController, AsyncLimits, Key
-from openrlhf.rollout.rollout import GroupStream, Rollouts
+from openrlhf.rollout.rollout import GroupStream, RolloutMaker
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.utils.console import notice
 from openrlhf.utils.images import read_picture, write_pictures
@@ -46,22 +46,22 @@ class RolloutQueue:
 
     Prompts, filter and ledger are those of `sampler`, whose state is that of the queue too.
     Finished samples are kept beside it (`finished_groups`); what else was pending is generated
-    again. The trainer's thread calls; all state belongs to the event loop of `rollouts`.
+    again. The trainer's thread calls; all state belongs to the event loop of `maker`.
     """
 
     def __init__(
         self,
         sampler: StepSampler,
-        rollouts: Rollouts,
+        maker: RolloutMaker,
         sampling: SamplingSettings,
         limits: AsyncLimits,
     ) -> None:
         self.sampler = sampler
-        self.rollouts = rollouts
-        self.loop = rollouts.loop
+        self.maker = maker
+        self.loop = maker.loop
         self.sampling = sampling
         self.limits = limits
-        self._core = AsyncController(limits, sampler.ledger)
+        self._controller = AsyncController(limits, sampler.ledger)
         self._groups: dict[Key, list[Rollout]] = {}  # finished, not yet taken
         self._kept: Sequence[SavedGroup] = ()  # finished ones of a checkpoint
         self._news = asyncio.Event()  # a group is finished, or generation has ended
@@ -74,11 +74,11 @@ class RolloutQueue:
     async def __enter__(self) -> "RolloutQueue":
         """Get ready; generation begins with the first weights."""
         # The ledger may have come from a checkpoint since this was made.
-        self._core = AsyncController(self.limits, self.sampler.ledger)
-        self._core.is_exhausted = self.sampler.cursor.is_exhausted
+        self._controller = AsyncController(self.limits, self.sampler.ledger)
+        self._controller.is_exhausted = self.sampler.cursor.is_exhausted
         self._take_up_kept()
         self._has_weights = False
-        self._stream = self.rollouts.open_stream(self.sampling)
+        self._stream = self.maker.open_stream(self.sampling)
         self._producer = asyncio.ensure_future(self._receive_all(self._stream))
         self._producer.add_done_callback(lambda _: self._news.set())
         return self
@@ -100,7 +100,7 @@ class RolloutQueue:
     @property
     def is_over(self) -> bool:
         """Return True once every prompt has its outcome."""
-        return self._core.is_over
+        return self._controller.is_over
 
     @on_loop
     async def next_step(self) -> list[Rollout]:
@@ -108,14 +108,14 @@ class RolloutQueue:
 
         Raises what ended generation, EngineError when nothing comes in time.
         """
-        core = self._core
+        controller = self._controller
         with timed("wait", self._metrics):
-            await self._wait_until(lambda: core.is_ready or core.is_over, "samples")
-        if core.is_over:
+            await self._wait_until(lambda: controller.is_ready or controller.is_over, "samples")
+        if controller.is_over:
             return []
-        groups = [self._groups.pop(key) for key in core.take()]
-        self._metrics.add("queue/num_ready", len(core.ready))
-        self._metrics.add("queue/num_running", len(core.running))
+        groups = [self._groups.pop(key) for key in controller.take()]
+        self._metrics.add("queue/num_ready", len(controller.ready))
+        self._metrics.add("queue/num_running", len(controller.running))
         return [replace(r, group_id=k) for k, group in enumerate(groups) for r in group]
 
     @contextmanager
@@ -131,9 +131,11 @@ class RolloutQueue:
     @on_loop
     async def settle(self, trained_groups: set[int]) -> None:
         """Note that the step is done; raises AssertionError when a group did not reach it."""
-        assert trained_groups == set(range(len(self._core.taken))), "groups were not trained on"
-        self._core.update()
-        self._core.check()
+        assert trained_groups == set(range(len(self._controller.taken))), (
+            "groups were not trained on"
+        )
+        self._controller.update()
+        self._controller.check()
         self._start_groups()
 
     @on_loop
@@ -150,8 +152,8 @@ class RolloutQueue:
     @on_loop
     async def finished_groups(self) -> list[SavedGroup]:
         """Return the samples that wait for their step; between two steps."""
-        core = self._core
-        return [(key, core.age(key), self._groups[key]) for key in core.ready]
+        controller = self._controller
+        return [(key, controller.age(key), self._groups[key]) for key in controller.ready]
 
     def load_groups(self, folder: Path) -> None:
         """Take up what `finished_groups` gave and a folder keeps, after `load_state_dict`."""
@@ -172,21 +174,21 @@ class RolloutQueue:
     @on_loop
     async def _begin_sync(self) -> None:
         with timed("drain", self._metrics):
-            self._core.begin_sync()
-            await self._wait_until(lambda: self._core.may_sync, "running samples to finish")
+            self._controller.begin_sync()
+            await self._wait_until(lambda: self._controller.may_sync, "running samples to finish")
 
     @on_loop
     async def _end_sync(self) -> None:
         self._has_weights = True
-        if not self._core.taken:
-            self._core.end_sync()
+        if not self._controller.taken:
+            self._controller.end_sync()
             self._start_groups()
 
     def _take_up_kept(self) -> None:
-        taken = set(self._core.restore({key: age for key, age, _ in self._kept}))
+        taken = set(self._controller.restore({key: age for key, age, _ in self._kept}))
         self._groups = {key: rollouts for key, _, rollouts in self._kept if key in taken}
         if self._kept:
-            num_left = len(self._core.again)
+            num_left = len(self._controller.again)
             notice(
                 f"{len(taken)} finished prompts of the checkpoint wait for their step, {num_left} "
                 "that were on their way are generated again"
@@ -215,10 +217,11 @@ class RolloutQueue:
 
     def _progress(self) -> str:
         """Return the state of the samples that are waited for."""
-        core, num_unscored = self._core, self.rollouts.scorer.num_unscored
+        controller, num_unscored = self._controller, self.maker.scorer.num_unscored
         return (
-            f"{len(core.ready)} of the {self.limits.batch_size} prompts of a step are finished, "
-            f"{len(core.running)} are running, {num_unscored} of these wait for their rewards"
+            f"{len(controller.ready)} of the {self.limits.batch_size} prompts of a step are "
+            f"finished, {len(controller.running)} are running, {num_unscored} of these wait for "
+            "their rewards"
         )
 
     async def _receive_all(self, stream: GroupStream) -> None:
@@ -227,7 +230,7 @@ class RolloutQueue:
             while True:
                 group = await stream.next()
                 outcome = self.sampler.outcome_of(group, self._metrics)
-                self._core.finish(group.key, outcome)
+                self._controller.finish(group.key, outcome)
                 if group.failure is not None:
                     self._failed[self.sampler.prompts[group.key[1]].row_id] = group.failure
                 if outcome is None:
@@ -237,26 +240,26 @@ class RolloutQueue:
 
     def _start_groups(self) -> None:
         """Start what may start; count the time in which nothing could."""
-        core = self._core
-        while self._has_weights and core.may_admit() and (key := self._next_key()):
-            core.admit(key)
+        controller = self._controller
+        while self._has_weights and controller.may_admit() and (key := self._next_key()):
+            controller.admit(key)
             episode, row = key
             self._stream.submit([(key, self.sampler.prompts[row])], tag=f"episode{episode}")
         now = time.monotonic()
         if self._idle_since is not None:
             seconds = now - self._idle_since
             self._metrics.add("timing/generation_blocked", seconds, reduction="sum")
-        is_idle = self._has_weights and not core.running and not core.is_exhausted
+        is_idle = self._has_weights and not controller.running and not controller.is_exhausted
         self._idle_since = now if is_idle else None
 
     def _next_key(self) -> Key | None:
         """Return the next prompt, those of before a restart first; None when there is none."""
-        if self._core.again:
-            return next(iter(self._core.again))
+        if self._controller.again:
+            return next(iter(self._controller.again))
         cursor = self.sampler.cursor
         episode = cursor.episode
         rows = cursor.draw(1)
-        self._core.is_exhausted = cursor.is_exhausted
+        self._controller.is_exhausted = cursor.is_exhausted
         return (episode, rows[0]) if rows else None
 
 

@@ -36,7 +36,7 @@ from openrlhf.errors import (
     RewardError,
 )
 from openrlhf.rollout.evaluation import evaluation_metrics
-from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.local_cluster import Cluster
@@ -78,12 +78,12 @@ class PPOTrainer:
         cluster: Cluster,
         *,
         forwards: Mapping[str, Forward],
-        rollouts: Rollouts,
+        maker: RolloutMaker,
         state: RunState,
         tracker: Tracker,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.config, self.inputs, self.rollouts = config, inputs, rollouts
+        self.config, self.inputs, self.maker = config, inputs, maker
         self.groups, self.engines = cluster.groups, cluster.engines
         self.recovery = cluster.recovery
         self.updates_side_by_side = cluster.updates_side_by_side
@@ -360,12 +360,12 @@ class PPOTrainer:
 
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Return the scored rollouts of a step; with dynamic sampling, groups with a signal."""
-        rollouts, sampling = self.rollouts, self.inputs.sampling
+        maker = self.maker
         before = self._drawn_from = self.sampler.state_dict()
         try:
             with self.phases.rollout():
-                stream = rollouts.open_stream(sampling)
-                samples = rollouts.loop.run(self.sampler.collect(stream, f"step{global_step}"))
+                stream = maker.open_stream(self.inputs.sampling)
+                samples = maker.loop.run(self.sampler.collect(stream, f"step{global_step}"))
         except KeyboardInterrupt:
             self.sampler.load_state_dict(before)  # the prompts of the step come again
             raise
@@ -559,7 +559,7 @@ class PPOTrainer:
         policy = replace(self.sampler.policy, step_size=len(prompts))
         try:
             with self.phases.rollout():
-                samples = self.rollouts.generate_samples(
+                samples = self.maker.generate_samples(
                     list(prompts), inputs.eval_sampling, tag=f"eval{global_step}"
                 )
             policy.check_dropped(list(samples.failed.values()), of="the evaluation")

@@ -34,7 +34,7 @@ class PPOTrainerAsync(PPOTrainer):
             max_running=config.rollout.vllm_generate_batch_size or size,
             keeps_running=train.partial_rollout_enable,
         )
-        self.queue = RolloutQueue(self.sampler, self.rollouts, inputs.sampling, limits)
+        self.queue = RolloutQueue(self.sampler, self.maker, inputs.sampling, limits)
         self.state.sampler = self.queue
 
     def fit(self, lost: LostRankError | None = None) -> None:

@@ -171,8 +171,10 @@ def leavable() -> Iterator[None]:
 
 
 @contextmanager
-def telling(how: Callable[[], str]) -> Iterator[None]:
-    """Let a signal that ends the block say what was saved and how to go on, as `how` returns it."""
+def explaining_end(how: Callable[[], str]) -> Iterator[None]:
+    """Raise Interrupted for a signal that ends the block, with the text that `how` returns: what
+    was saved, and how to go on.
+    """
     try:
         yield
     except Interrupted:

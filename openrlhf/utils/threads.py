@@ -1,4 +1,4 @@
-"""Threads whose errors are told to somebody, and one that runs an event loop.
+"""Threads whose errors go to a function, and one that runs an event loop.
 
 They are daemons: a program that ends in an error does not wait for them.
 """
@@ -28,8 +28,8 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class telling:
-    """A block whose error, if any, goes to `on_error` and no further."""
+class errors_to:
+    """Pass an error of the block to `on_error`, and go on behind the block."""
 
     on_error: OnError
 
@@ -42,10 +42,10 @@ class telling:
 
 
 def start_thread(name: str, run: Call, on_error: OnError) -> threading.Thread:
-    """Run something in a thread of its own; `on_error` is told there what it raised."""
+    """Call `run` in a new thread, which passes an error to `on_error`."""
 
     def target() -> None:
-        with telling(on_error):
+        with errors_to(on_error):
             run()
 
     thread = threading.Thread(target=target, name=name, daemon=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from openrlhf.distributed import collectives
-from openrlhf.distributed.collectives import BEAT, gather_by_store, together
+from openrlhf.distributed.collectives import BEAT, all_or_none, gather_by_store
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.rendezvous import open_store
@@ -122,7 +122,7 @@ def tell_by_store(folder: Path) -> dict[str, object]:
     gather_by_store(rank)
     num_looked_for = store.num_looked_for
     try:
-        together(lambda: {0: 0, 2: 2}[rank], gather_by_store)
+        all_or_none(lambda: {0: 0, 2: 2}[rank], gather_by_store)
         error = ""
     except CheckpointError as problem:
         error = str(problem)

@@ -9,7 +9,7 @@ import transformers
 
 from openrlhf.cli import train_ppo_ray
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.rollout.rollout import Rollouts, SampleBatch
+from openrlhf.rollout.rollout import RolloutMaker, SampleBatch
 from openrlhf.utils.rollout import Rollout
 from tests.integration.commands import PPO_HYBRID, argv, steps_of
 
@@ -75,14 +75,14 @@ def test_two_ranks_stay_in_sync_with_their_engines(
     given: dict,
 ) -> None:
     answers: dict[str, list[Rollout]] = {}
-    generate = Rollouts.generate_samples
+    generate = RolloutMaker.generate_samples
 
-    def noted(self: Rollouts, prompts: Any, sampling: Any, *, tag: str) -> SampleBatch:
+    def noted(self: RolloutMaker, prompts: Any, sampling: Any, *, tag: str) -> SampleBatch:
         batch = generate(self, prompts, sampling, tag=tag)
         answers[tag] = batch.rollouts
         return batch
 
-    monkeypatch.setattr(Rollouts, "generate_samples", noted)
+    monkeypatch.setattr(RolloutMaker, "generate_samples", noted)
     train_ppo_ray.main(
         argv(
             f"--advantage_estimator {estimator} --init_kl_coef 0 --actor_num_gpus_per_node 2 "

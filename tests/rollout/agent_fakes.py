@@ -13,8 +13,8 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult
-from openrlhf.rollout.agents.episodes import agent_rollouts
-from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.agents.episodes import agent_rollout_maker
+from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.rollout import PromptRecord
@@ -112,15 +112,15 @@ def agents_over(
     policy: FailurePolicy | None = None,
     code: str = TWO_TURNS,
     **limits,
-) -> Iterator[Rollouts]:
+) -> Iterator[RolloutMaker]:
     """Agents on these engines; they are ended with the block."""
     setup = setup_of(write_agent(folder, code), tokenizer, **{"num_tasks": 4, **limits})
     samplers = [sampler_of(engine) for engine in engines]
-    agents = agent_rollouts(setup, samplers, policy or FailurePolicy(4))
+    agents = agent_rollout_maker(setup, samplers, policy or FailurePolicy(4))
     try:
         yield agents
     finally:
-        agents.loop.run(agents.actor.close())
+        agents.loop.run(agents.source.close())
         agents.loop.close()
 
 
@@ -158,14 +158,14 @@ class EpisodeRunner:
     """Runs single episodes for a test; its event loop has a thread."""
 
     def __init__(self, setup: AgentSetup, engine) -> None:
-        self.agents = agent_rollouts(setup, [sampler_of(engine)], FailurePolicy(4))
+        self.agents = agent_rollout_maker(setup, [sampler_of(engine)], FailurePolicy(4))
 
     def close(self) -> None:
-        self.agents.loop.run(self.agents.actor.close())
+        self.agents.loop.run(self.agents.source.close())
         self.agents.loop.close()
 
     def act(self, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult | AgentError]:
-        (worker,) = self.agents.actor.workers
+        (worker,) = self.agents.source.workers
 
         async def run(one: EpisodeRequest) -> EpisodeResult | AgentError:
             try:

@@ -13,11 +13,11 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.rewards.base import RewardBatch, RewardResult, Shown
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
-from openrlhf.rollout.rollout import FinishedGroup, Rollouts
+from openrlhf.rollout.rollout import FinishedGroup, RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import PromptRecord
-from openrlhf.utils.threads import on_loop, telling
+from openrlhf.utils.threads import errors_to, on_loop
 
 DEADLINE_S = 20.0
 
@@ -99,7 +99,7 @@ class HeldSource:
     def release(self) -> None:
         """Answer the oldest batch."""
         batch, future = self.held.pop(0)
-        with telling(future.set_exception):
+        with errors_to(future.set_exception):
             future.set_result(self._answer(batch))
 
     def _answer(self, batch: RewardBatch) -> RewardResult:
@@ -119,16 +119,16 @@ def prompt(row: int) -> PromptRecord:
 
 def rollouts_of(
     samplers: Sequence[Any], scorer: GroupScorer, tokenizer: Any, vocab_size: int = 1000
-) -> Rollouts:
+) -> RolloutMaker:
     """Single turns on these engines."""
-    return Rollouts(EnginePool(samplers, tokenizer, vocab_size=vocab_size), scorer)
+    return RolloutMaker(EnginePool(samplers, tokenizer, vocab_size=vocab_size), scorer)
 
 
 class DrivenStream:
     """A stream that a test drives from its own thread."""
 
     def __init__(
-        self, rollouts: Rollouts, sampling: SamplingSettings, *, ends_loop: bool = False
+        self, rollouts: RolloutMaker, sampling: SamplingSettings, *, ends_loop: bool = False
     ) -> None:
         self.loop = rollouts.loop
         self.ends_loop = ends_loop

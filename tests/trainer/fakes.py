@@ -19,7 +19,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
-from openrlhf.rollout.rollout import RolloutRequest, Rollouts, SampleBatch
+from openrlhf.rollout.rollout import RolloutMaker, RolloutRequest, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_state import RunState
@@ -70,7 +70,7 @@ class FakeTurn:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def act(self, request: RolloutRequest) -> list:
+    async def samples_of(self, request: RolloutRequest) -> list:
         world, row = self.world, request.prompt.row_id
         key = (sum(made == row for _, made in world.submitted), row)  # episode, row
         assert world.version >= 0, "the engines have no weights yet"
@@ -135,7 +135,7 @@ class FakeActor:
         return [{}]  # no engine has failed
 
 
-class FakeRollouts(Rollouts):
+class FakeRollouts(RolloutMaker):
     """Evaluation takes a moment and shares the engines."""
 
     def __init__(self, world: World) -> None:
@@ -222,7 +222,7 @@ def make_trainer(
             updates_side_by_side=False,
         ),
         forwards={},
-        rollouts=FakeRollouts(world),
+        maker=FakeRollouts(world),
         state=RunState(
             config,
             RunCheckpoints(config.ckpt, DataFacts("prompts", num_prompts)),

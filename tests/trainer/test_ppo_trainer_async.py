@@ -32,7 +32,7 @@ def uneven(seconds: float):
 def test_either_side_may_be_slower(queue_size, keeps_running, slow):
     world = World(keeps_running=keeps_running, seconds_of=uneven(0.0005))
     trainer = make_trainer(world, num_prompts=42, queue_size=queue_size, num_at_once=12)
-    core_of = operator.attrgetter("_core")  # the queue makes it anew when it is entered
+    core_of = operator.attrgetter("_controller")  # the queue makes it anew when it is entered
 
     def is_full():
         core = core_of(trainer.queue)

@@ -29,7 +29,7 @@ from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import LostEngineError, LostRankError
 from openrlhf.rollout.engine_pool import EnginePool
-from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_state import RunState
@@ -231,7 +231,7 @@ def large_run(folder: Path, chance: Chance, watcher: Watcher) -> PPOTrainerAsync
             updates_side_by_side=False,
         ),
         forwards=forwards,
-        rollouts=Rollouts(turns, GroupScorer(StubScorer(chance), policy)),
+        maker=RolloutMaker(turns, GroupScorer(StubScorer(chance), policy)),
         state=RunState(
             config,
             RunCheckpoints(config.ckpt, DataFacts("prompts", NUM_GROUPS)),

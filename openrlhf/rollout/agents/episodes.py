@@ -23,7 +23,7 @@ from openrlhf.errors import EngineError, LostRankError
 from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult, Segment
 from openrlhf.rollout.agents.worker import serve
 from openrlhf.rollout.engine_pool import Dispatcher, Sampler
-from openrlhf.rollout.rollout import RolloutRequest, Rollouts
+from openrlhf.rollout.rollout import RolloutMaker, RolloutRequest
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.images import ImageProcessor, Picture, PictureError, read_picture
@@ -212,7 +212,7 @@ class AgentEpisodes:
         """End the workers."""
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
-    async def act(self, request: RolloutRequest) -> list[Rollout]:
+    async def samples_of(self, request: RolloutRequest) -> list[Rollout]:
         """Return the rollouts of all episodes; AgentError when one has failed after its retries."""
         prompt, metrics = request.prompt, request.metrics
         sampling = request.sampling
@@ -308,14 +308,14 @@ class AgentEpisodes:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def agent_rollouts(
+def agent_rollout_maker(
     setup: AgentSetup, samplers: Sequence[Sampler], policy: FailurePolicy
-) -> Rollouts:
-    """Return rollouts by agents, whose workers have started; raises ConfigError."""
+) -> RolloutMaker:
+    """Return the maker of rollouts by agents, whose workers have started; raises ConfigError."""
     agents = AgentEpisodes(setup, samplers, policy)
-    rollouts = Rollouts(agents, GroupScorer(None, policy))
-    rollouts.loop.run(agents.start())
-    return rollouts
+    maker = RolloutMaker(agents, GroupScorer(None, policy))
+    maker.loop.run(agents.start())
+    return maker
 
 
 def add_metrics(result: EpisodeResult, metrics: Metrics) -> None:

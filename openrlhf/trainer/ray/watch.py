@@ -22,7 +22,7 @@ from openrlhf.utils import stopping
 from openrlhf.utils.console import warn, warn_once
 from openrlhf.utils.framework_logs import with_last_lines
 from openrlhf.utils.progress import Advance, Health, Quiet, progress
-from openrlhf.utils.threads import telling
+from openrlhf.utils.threads import errors_to
 from openrlhf.utils.worker_process import is_stopped
 
 ASK_EVERY_S = 2.0
@@ -206,7 +206,7 @@ class Watch:
 
     def _run(self) -> None:
         while self.failure is None and not self._is_closed.wait(LOOK_EVERY_S):
-            with telling(self._note_error):
+            with errors_to(self._note_error):
                 self._look()
         for watched in self._watched:
             watched.bar.close()

@@ -25,7 +25,7 @@ from openrlhf.algorithms.policy_loss import aggregate
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
-from openrlhf.distributed.collectives import all_gather_object, problem_of, together, world_size
+from openrlhf.distributed.collectives import all_gather_object, all_or_none, problem_of, world_size
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.folders import Write, free_memory, nothing, write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -46,7 +46,7 @@ from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, Health, progress
 from openrlhf.utils.rendezvous import free_port
 from openrlhf.utils.tensors import NamedTensors
-from openrlhf.utils.threads import telling
+from openrlhf.utils.threads import errors_to
 from openrlhf.utils.tokenizer import tokenizer_of
 
 
@@ -328,7 +328,7 @@ class TrainedWorker(ModelWorker):
     def save_states(self, folder: str, has_optimizer: bool = True) -> None:
         """Take states and write them; all ranks call, all or none raise CheckpointError."""
         writes = self._copies(folder, has_optimizer=has_optimizer)
-        together(lambda: [write() for write in writes])
+        all_or_none(lambda: [write() for write in writes])
 
     def take_states(self, folder: str, free: Mapping[str, int] | None = None) -> dict[str, int]:
         """Copy weights, optimizer, schedule and random numbers, which `write_taken` writes into a
@@ -347,11 +347,11 @@ class TrainedWorker(ModelWorker):
     ) -> Sequence[Write]:
         """Copy the states; return the functions that write them."""
         # A run that is stopped is saved without --save_steps too, and was not checked at its start.
-        together(lambda: self.check_sees(folder))
+        all_or_none(lambda: self.check_sees(folder))
         own = Path(folder) / self.role
         states = partial(self.engine.take_states, own, has_optimizer=has_optimizer)
         take = partial(states, free=free, left=left)
-        return together(lambda: [take(), self.take_own(Path(folder))])
+        return all_or_none(lambda: [take(), self.take_own(Path(folder))])
 
     def write_taken(self) -> str:
         """Write what was taken last; return what went wrong, if anything. A thread beside the one
@@ -361,7 +361,7 @@ class TrainedWorker(ModelWorker):
         if writes is None:
             return f"{self.role} rank {self.rank} holds no copy of its states."
         problems: list[str] = []
-        with telling(lambda error: problems.append(problem_of(error))):
+        with errors_to(lambda error: problems.append(problem_of(error))):
             for write in writes:
                 write()
         return "".join(problems)
@@ -376,7 +376,7 @@ class TrainedWorker(ModelWorker):
         """
         has_own_rate = self.config.ckpt.reset_lr
         self.engine.load_states(Path(folder) / self.role, has_own_rate=has_own_rate)
-        return together(lambda: self.load_own(Path(folder)))
+        return all_or_none(lambda: self.load_own(Path(folder)))
 
     def take_own(self, folder: Path) -> Write:
         """Write what is not the engine's, as JSON; return the function that writes the rest."""
@@ -404,7 +404,7 @@ class TrainedWorker(ModelWorker):
         CheckpointError on all ranks or none. `tensors` are other weights of the same names.
         """
         tokenizer, model = tokenizer_of(self.config, self.config.policy_path), self.model.model
-        together(lambda: export_hf(model, tokenizer, Path(path), tensors=tensors))
+        all_or_none(lambda: export_hf(model, tokenizer, Path(path), tensors=tensors))
 
 
 class Notes:
