@@ -52,8 +52,8 @@ class StubGroup(WorkerGroup):
         """Return a column of a forward, or what a rank returns of its updates."""
         if columns is None:
             return self.column[: int(share.num_actions.sum())]
-        column, places = share.experience.advantages, share.experience.places
-        return UpdateResult(Metrics(), places.tolist(), dict.fromkeys(columns, column))
+        column, indices = share.experience.advantages, share.experience.sample_indices
+        return UpdateResult(Metrics(), indices.tolist(), dict.fromkeys(columns, column))
 
 
 def rollouts_of(num_samples: int) -> list[Rollout]:

@@ -243,7 +243,7 @@ def show_tokens(
     table = pyarrow.table(about | {name: column.numpy() for name, column in columns.items()})
     pyarrow.parquet.write_table(table, kept.folder / TABLE)
     weight_N = columns.get("loss", columns["advantages"]).abs().nan_to_num(nan=math.inf)
-    seen = {place for part in results.get("actor", ()) for place in part.places}
+    seen = {index for part in results.get("actor", ()) for index in part.sample_indices}
     weight_N[[owner not in seen for owner in owners]] = -1.0
     shown = [name for name in SHOWN if name in columns]
     lines = [f"{'sample':<16} {'place':>6} {'token':<14}" + "".join(f"{n:>12}" for n in shown)]

@@ -463,7 +463,7 @@ def test_an_update_returns_what_its_loss_first_saw_of_each_sample(
     before = actor.compute_logprobs(experience)
     [steps] = planned_shares(experience, 1, train_batch_size=4, max_epochs=2, seed=0, kl_coef=0.1)
     result = actor.fit(steps, ["new_logprobs", "kl"])
-    assert sorted(result.places) == list(range(8))
+    assert sorted(result.sample_indices) == list(range(8))
     sizes = experience.num_actions
     seen, kl = (seen_column([result], name, sizes) for name in ("new_logprobs", "kl"))
     assert torch.allclose(kl, kl_per_token(seen, experience.ref_logprobs, estimator="k3"))
@@ -472,7 +472,9 @@ def test_an_update_returns_what_its_loss_first_saw_of_each_sample(
         for parts in zip(seen.split(sizes.tolist()), before.split(sizes.tolist()), strict=True)
     ]
     # The second update of the first epoch sees its samples under other weights.
-    assert [place for place, same in enumerate(is_same) if same] == sorted(result.places[:4])
+    assert [place for place, same in enumerate(is_same) if same] == sorted(
+        result.sample_indices[:4]
+    )
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_a_trainer_that_fails_twice_ends_the_run_instead_of_engines(monkeypatch)
     monkeypatch.setattr(policy, "stored_parameters", lambda _: WEIGHTS)
     trainer = SimpleNamespace(
         transport=None,
-        is_actor=True,
+        has_own_process=True,
         config=PPOConfig(),
         engine=SimpleNamespace(module=torch.nn.Linear(2, 2), device=CPU),
         endpoint=endpoint,

@@ -44,7 +44,7 @@ class Experience(Batch):
     episode_ids: Tensor = field(metadata=SAMPLE)
     rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
     is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
-    places: Tensor = field(metadata=SAMPLE)  # (B,) int64: number of the sample in its step
+    sample_indices: Tensor = field(metadata=SAMPLE)  # (B,) int64: in the rollout batch
     # Of the others a share has those that its rank reads. None: not computed, not sent, in pieces.
     token_ids: Tensor | None = field(default=None, metadata=TOKEN)  # (T,) int32
     action_mask: Tensor | None = field(default=None, metadata=TOKEN)  # (T,) bool
@@ -85,7 +85,7 @@ class Experience(Batch):
             episode_ids=torch.tensor([numbers[name] for name in names]),
             rewards=rewards,
             is_truncated=torch.tensor([r.is_truncated for r in rollouts]),
-            places=torch.arange(len(rollouts)),
+            sample_indices=torch.arange(len(rollouts)),
             images=tuple(r.images for r in rollouts) if any(r.images for r in rollouts) else (),
             pieces={
                 "token_ids": [r.token_ids for r in rollouts],

@@ -92,7 +92,8 @@ class UpdateResult:
     """The metrics and columns that one rank returns for its optimizer steps."""
 
     metrics: Metrics
-    places: Sequence[int] = ()  # samples of the rollout batch, in the order of the columns
+    # Of samples in the rollout batch, in the order of the columns.
+    sample_indices: Sequence[int] = ()
     # By name: numbers (N,) of their sampled tokens, when the loss first saw them.
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     skip: Skip | None = None  # at which the updates ended
@@ -100,12 +101,12 @@ class UpdateResult:
 
 def seen_column(results: Sequence[UpdateResult], name: str, num_actions: Tensor) -> Tensor:
     """Return a column of all ranks in sample order, (N,); NaN for samples that no loss saw."""
-    seen = [result for result in results if result.places]
-    places = [result.places for result in seen]
-    unseen = sorted(set(range(len(num_actions))).difference(*places))
+    seen = [result for result in results if result.sample_indices]
+    indices = [result.sample_indices for result in seen]
+    unseen = sorted(set(range(len(num_actions))).difference(*indices))
     nans = torch.full((int(num_actions[unseen].sum()),), math.nan)
     columns = [*(result.columns[name] for result in seen), nans]
-    return scatter_back(columns, [*places, unseen], num_actions)
+    return scatter_back(columns, [*indices, unseen], num_actions)
 
 
 def plan_updates(

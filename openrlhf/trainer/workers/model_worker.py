@@ -55,7 +55,7 @@ class ModelWorker:
 
     strategy: DeepSpeedStrategy
     engine: TrainEngine | EvalEngine
-    is_actor = False  # in a process of its own
+    has_own_process = False
     address = "127.0.0.1"  # of this machine, as the other ranks reach it
     work: str | None = None  # the loop over micro-batches that runs now
     done_of: tuple[int, int | None] = (0, None)  # micro-batches of this loop: done, and in all
@@ -85,7 +85,7 @@ class ModelWorker:
 
     def join(self, host: str, port: int, *, local_rank: int) -> None:
         """Set up this process as its rank of the group; every rank must call it."""
-        self.is_actor = True
+        self.has_own_process = True
         redirect_framework_logs(self.run_dir, f"{self.role}-{self.rank}", capture_streams=True)
         os.environ.update(
             MASTER_ADDR=host,
@@ -184,7 +184,7 @@ class TrainedWorker(ModelWorker):
         num_parameters = sum(p.numel() for p in model.parameters())
         self.model = model
         self.engine = self.strategy.prepare_train(model, section, num_updates=num_updates)
-        if self.is_actor:
+        if self.has_own_process:
             pass_over_old_objects()
         return num_parameters
 
@@ -277,7 +277,7 @@ class TrainedWorker(ModelWorker):
         loss, columns = self.compute_loss(row, experience, step, noted)
         if not indices:
             return loss * 0.0
-        notes.add(own.places.tolist(), columns)
+        notes.add(own.sample_indices.tolist(), columns)
         groups = own.group_ids.unique().tolist()[:8]
         return notes.checked(loss, f"samples of groups {groups} (group_id in the files of samples)")
 
@@ -419,12 +419,12 @@ class Notes:
         self.skip: Skip | None = None
         self.losses: list[tuple[Tensor, str]] = []  # of the step, and of what
         self.parts: dict[str, list[Tensor]] = {name: [] for name in names}
-        self.places: dict[int, None] = {}
+        self.indices: dict[int, None] = {}  # of samples, in the order in which they were seen
 
-    def add(self, places: Sequence[int], columns: Mapping[str, Tensor]) -> None:
-        """Keep what is asked for of samples at these places; those of a later epoch are known."""
-        if places[0] not in self.places:
-            self.places |= dict.fromkeys(places)
+    def add(self, indices: Sequence[int], columns: Mapping[str, Tensor]) -> None:
+        """Keep the columns that are asked for of these samples, unless an earlier epoch has."""
+        if indices[0] not in self.indices:
+            self.indices |= dict.fromkeys(indices)
             for name, parts in self.parts.items():
                 parts.append(columns[name].detach().float())
 
@@ -459,4 +459,4 @@ class Notes:
     def result(self) -> UpdateResult:
         """Return everything on the CPU."""
         columns = {name: torch.cat(parts).cpu() for name, parts in self.parts.items() if parts}
-        return UpdateResult(self.metrics, tuple(self.places), columns, self.skip)
+        return UpdateResult(self.metrics, tuple(self.indices), columns, self.skip)

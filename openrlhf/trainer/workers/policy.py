@@ -238,7 +238,7 @@ class PolicyModelActor(TrainedWorker):
         if is_again or self.transport is None or self.transport.engines != list(engines):
             route: type[WeightTransport] = HandleTransport
             device = torch.device("cpu")
-            if self.is_actor:  # else the engine is in this process too
+            if self.has_own_process:  # else the engine is in this process too
                 route, device = weight_route(
                     self.config,
                     self.engine.device,
