@@ -138,24 +138,28 @@ def take_tensors(
     *,
     num_sharing: int = 1,
     is_first: bool = True,
-    free: int | None = None,
-    left: int | None = None,
+    free_at_start: int | None = None,
+    free_now: int | None = None,
 ) -> Write:
     """Copy tensors to host memory; return the function that writes the copy as a file, as
-    `save_tensors` does. Where memory, which `num_sharing` ranks share, has no room for their copies
-    the tensors themselves are written at once, as the first of these ranks says. `free`: the memory
-    before the copies of other models, which count too; `left`: before those of these ranks.
+    `save_tensors` does.
+
+    Copies may take half of the free memory of a node: those of all models of the run and of the
+    `num_sharing` ranks on the node. Else the tensors themselves are written at once, and the first
+    of these ranks warns of it. `free_at_start`: free bytes before any model was copied; `free_now`:
+    before any of these ranks copies its own.
     """
     tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
-    left = free_memory() if left is None else left
-    free = max(left, free or 0)
-    num_bytes = num_sharing * sum(tensor.nbytes for tensor in tensors) + free - left
-    if num_bytes > ROOM * free:
+    free_now = free_memory() if free_now is None else free_now
+    free_at_start = max(free_now, free_at_start or 0)
+    num_copied = free_at_start - free_now  # bytes of the other models
+    num_bytes = num_sharing * sum(tensor.nbytes for tensor in tensors) + num_copied
+    if num_bytes > ROOM * free_at_start:
         if is_first:
             warn(
                 f"the step waits while {path} is written: copies take "
                 f"{human_size(num_bytes)}, more than half of the free memory of "
-                f"{socket.gethostname()} ({human_size(free)})"
+                f"{socket.gethostname()} ({human_size(free_at_start)})"
             )
         save_tensors(content, path)
         return nothing

@@ -270,21 +270,17 @@ class TrainEngine:
             zero.lp_grad_partitions_flat_pin_buffers = torch.empty(0, dtype=dtype)
             self._num_grads = 0
 
-    def save_states(self, folder: Path, *, has_optimizer: bool = True) -> None:
-        """Write what `take_states` takes; all ranks call, all or none raise CheckpointError."""
-        collectives.all_or_none(lambda: self.take_states(folder, has_optimizer=has_optimizer)())
-
     def take_states(
         self,
         folder: Path,
         *,
         has_optimizer: bool = True,
-        free: int | None = None,
-        left: int | None = None,
+        free_at_start: int | None = None,
+        free_now: int | None = None,
     ) -> folders.Write:
-        """Copy trained weights and optimizer (unless it is left out) to host memory, of which
-        `free` bytes were there before other copies and `left` before those of this model; return
-        the function that writes the copy into `folder`, while training may go on.
+        """Copy trained weights and optimizer (unless it is left out) to host memory; return the
+        function that writes the copy into `folder`, while training may go on. `free_at_start` and
+        `free_now` are those of `take_tensors`.
 
         Frozen weights, such as the base of an adapter, are left out: a start loads them.
         """
@@ -299,7 +295,12 @@ class TrainEngine:
         file = folder / f"tp{tp_rank}-dp{dp_rank}.pt"
         is_first = self._sharing[0] == collectives.rank()
         return folders.take_tensors(
-            content, file, num_sharing=len(self._sharing), is_first=is_first, free=free, left=left
+            content,
+            file,
+            num_sharing=len(self._sharing),
+            is_first=is_first,
+            free_at_start=free_at_start,
+            free_now=free_now,
         )
 
     def num_state_bytes(self, *, has_optimizer: bool = True) -> int:

@@ -192,7 +192,7 @@ class RunState:
         the copies, and writes finished samples that wait for later steps.
         """
         groups, finished, queue = list(self.groups.values()), self.finished, self.sampler
-        free: dict[str, int] = {}  # host memory of the nodes before the copies of all models
+        free: dict[str, int] = {}  # bytes by node, before any model is copied
         for group in groups:
             with self.phases.update(group):  # states that were moved away come back
                 for found in group.call(TrainedWorker.take_states, str(folder), free):

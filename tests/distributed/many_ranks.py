@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.collectives import all_or_none
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import exported_parameters, hf_model_of
 from openrlhf.models.actor import Actor
@@ -43,7 +44,7 @@ def walk(model_dir: str, stage: int, dtype: str) -> dict[str, object]:
         engine.backward(-engine(batch, temperature=1.0).logprobs.sum(), is_last_micro_batch=True)
         engine.step()
     with tempfile.TemporaryDirectory() as folder, CommDebugMode() as save:
-        engine.save_states(Path(folder))
+        all_or_none(engine.take_states(Path(folder)))
         [file] = Path(folder).glob("*.pt")
         content = torch.load(file)
     shapes = {n: [*t.shape] for n, t in exported_parameters(hf_model_of(engine.module))}

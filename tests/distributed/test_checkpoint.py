@@ -456,12 +456,14 @@ def test_states_are_written_at_once_where_a_copy_has_no_room(
 def test_copies_of_several_models_on_a_node_count_together(tmp_path: Path) -> None:
     weights = {"weights": torch.zeros(1000)}
 
-    def is_copied(left: int) -> bool:
-        write = folders.take_tensors(weights, tmp_path / "f.pt", free=16_000, left=left)
+    def is_copied(free_now: int) -> bool:
+        write = folders.take_tensors(
+            weights, tmp_path / "f.pt", free_at_start=16_000, free_now=free_now
+        )
         return write is not folders.nothing
 
-    assert is_copied(left=12_000)  # a copy of 4,000 bytes is there already
-    assert not is_copied(left=11_999)
+    assert is_copied(free_now=12_000)  # a copy of 4,000 bytes is there already
+    assert not is_copied(free_now=11_999)
 
 
 UNLIMITED = 9223372036854771712

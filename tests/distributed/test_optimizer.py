@@ -17,6 +17,7 @@ from openrlhf.config.common import (
     OptimizerConfig,
     Schedule,
 )
+from openrlhf.distributed.collectives import all_or_none
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import (
     TrainEngine,
@@ -71,7 +72,7 @@ def train(options: dict, folder: Path) -> dict:
         losses.append(take_step(engine, strategy))
         if step == 0:
             first_steps = {name: w - before[name] for name, w in weights_of(engine).items()}
-    engine.save_states(folder)
+    all_or_none(engine.take_states(folder))
     at_save = weights_of(engine)
     take_step(engine, strategy)
     after_save = weights_of(engine)

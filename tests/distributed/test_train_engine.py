@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import collectives
+from openrlhf.distributed.collectives import all_or_none
 from openrlhf.distributed.strategy import (
     DeepSpeedStrategy,
     ModelSize,
@@ -121,7 +122,7 @@ def run_case(options: dict, folder: Path, name: str) -> dict:
     engine.backward(loss_of(engine, samples) * factor, is_last_micro_batch=True)
     with pytest.raises(SkippedUpdate):
         engine.step()
-    engine.save_states(folder / f"{name}-skipped")
+    all_or_none(engine.take_states(folder / f"{name}-skipped"))
     engine.num_skipped_updates = 0
     engine.load_states(folder / f"{name}-skipped")
     assert engine.num_skipped_updates == 1  # a run that resumes has no more to skip
@@ -129,7 +130,7 @@ def run_case(options: dict, folder: Path, name: str) -> dict:
     engine.backward(loss_of(engine, samples), is_last_micro_batch=True)
     norm_after = engine.step()
     before_save = full_weights(engine)
-    engine.save_states(folder / name)
+    all_or_none(engine.take_states(folder / name))
     write = engine.take_states(folder / f"{name}-taken")
     num_bytes = engine.num_state_bytes()
     engine.backward(loss_of(engine, samples), is_last_micro_batch=True)
@@ -262,7 +263,7 @@ def test_frozen_weights_are_not_saved_and_those_of_the_start_stay(
     tmp_path: Path, stage: int
 ) -> None:
     first = make_engine(stage, frozen=0, seed=1)
-    first.save_states(tmp_path / "model")
+    all_or_none(first.take_states(tmp_path / "model"))
     [path] = (tmp_path / "model").glob("*.pt")
     assert set(torch.load(path, weights_only=True)) == {"1.weight", "1.bias"}
     second = make_engine(stage, frozen=0, seed=2)
@@ -281,7 +282,7 @@ def test_what_one_stage_writes_another_goes_on_from(
 ) -> None:
     first, second = make_engine(written, frozen=0, seed=1), make_engine(read, frozen=0, seed=1)
     take_steps(first, 2)
-    first.save_states(tmp_path / "model")
+    all_or_none(first.take_states(tmp_path / "model"))
     second.use_universal_ckpt = True
     second.load_states(tmp_path / "model")
     for engine in (first, second):
@@ -293,7 +294,7 @@ def test_what_one_stage_writes_another_goes_on_from(
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
     engine = make_engine(0, frozen=0, seed=1)
-    engine.save_states(tmp_path / "model")
+    all_or_none(engine.take_states(tmp_path / "model"))
     [path] = (tmp_path / "model").glob("*.pt")
     torch.save({"1.weight": Payload(tmp_path / "owned")}, path)
     with pytest.raises(CheckpointError, match="is no file of tensors"):
@@ -302,7 +303,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_other_trained_weights_is_refused(tmp_path: Path) -> None:
-    make_engine(0, frozen=0, seed=1).save_states(tmp_path / "model")
+    all_or_none(make_engine(0, frozen=0, seed=1).take_states(tmp_path / "model"))
     with pytest.raises(CheckpointError, match=r"lacks weights of 0\.weight\. Train"):
         make_engine(0, frozen=1, seed=1).load_states(tmp_path / "model")
 

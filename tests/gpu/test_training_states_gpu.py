@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
-from openrlhf.distributed.collectives import shut_down
+from openrlhf.distributed.collectives import all_or_none, shut_down
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters
@@ -56,7 +56,7 @@ def memory_in_use() -> int:
 
 def saved_keys(engine: TrainEngine, folder: Path) -> set[str]:
     """The names of a parameter's tensors in a checkpoint."""
-    engine.save_states(folder)
+    all_or_none(engine.take_states(folder))
     rank = torch.distributed.get_rank()
     parts = torch.load(folder / f"tp0-dp{rank}.pt", weights_only=True)
     return {key for part in parts.values() for key in part}

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.collectives import all_or_none
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
@@ -53,7 +54,7 @@ def train(folder: Path, name: str, options: dict) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(folder / ("reward" if name == "critic" else name))
     export_hf(model.model, tokenizer, folder / where)
     weights = {n: t.clone() for n, t in stored_parameters(engine.module)}
-    engine.save_states(folder / f"{where}-states")
+    all_or_none(engine.take_states(folder / f"{where}-states"))
     engine.backward(loss_of(engine, name, SEQUENCES[:1])[0], is_last_micro_batch=True)
     engine.step()
     engine.load_states(folder / f"{where}-states")

@@ -330,27 +330,26 @@ class TrainedWorker(ModelWorker):
         writes = self._copies(folder, has_optimizer=has_optimizer)
         all_or_none(lambda: [write() for write in writes])
 
-    def take_states(self, folder: str, free: Mapping[str, int] | None = None) -> dict[str, int]:
+    def take_states(self, folder: str, free: Mapping[str, int]) -> dict[str, int]:
         """Copy weights, optimizer, schedule and random numbers, which `write_taken` writes into a
-        checkpoint's folder; all ranks call, all or none raise CheckpointError. `free`: the host
-        memory by node before other models were copied; return it with that of this node.
+        checkpoint's folder; all ranks call, all or none raise CheckpointError. `free` has the free
+        bytes of each node before any model was copied; return it with those of this node.
         """
         self.taken = None  # one copy at a time
         node = socket.gethostname()
-        left = free_memory()  # before any rank of this model copies: `_copies` first meets all
-        free = {node: left, **(free or {})}
-        self.taken = self._copies(folder, has_optimizer=True, free=free[node], left=left)
+        free_now = free_memory()  # before any rank of this model copies: `_copies` first meets all
+        free = {node: free_now, **free}
+        self.taken = self._copies(folder, free_at_start=free[node], free_now=free_now)
         return free
 
-    def _copies(
-        self, folder: str, *, has_optimizer: bool, free: int | None = None, left: int | None = None
-    ) -> Sequence[Write]:
-        """Copy the states; return the functions that write them."""
+    def _copies(self, folder: str, **options: Any) -> Sequence[Write]:
+        """Copy the states with the options of the engine's `take_states`; return the functions that
+        write them.
+        """
         # A run that is stopped is saved without --save_steps too, and was not checked at its start.
         all_or_none(lambda: self.check_sees(folder))
         own = Path(folder) / self.role
-        states = partial(self.engine.take_states, own, has_optimizer=has_optimizer)
-        take = partial(states, free=free, left=left)
+        take = partial(self.engine.take_states, own, **options)
         return all_or_none(lambda: [take(), self.take_own(Path(folder))])
 
     def write_taken(self) -> str:
