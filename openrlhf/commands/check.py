@@ -41,7 +41,7 @@ from openrlhf.config.local_paths import OUTPUTS, named_things
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.distributed import folders
-from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
+from openrlhf.distributed.checkpoints import DataIdentity, RunCheckpoints
 from openrlhf.distributed.export import check_room
 from openrlhf.distributed.folders import free_bytes, free_memory, has_room
 from openrlhf.distributed.strategy import DeepSpeedStrategy, effective_stage, training_config
@@ -239,7 +239,7 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
 
 def _check_saved(config: TrainingRunConfig, samples: Any, gathered: Gathered) -> None:
     """Note what forbids to go on from the checkpoint that is there."""
-    data = DataFacts(samples.fingerprint, len(samples))
+    data = DataIdentity(samples.fingerprint, len(samples))
     with gathered:
         RunCheckpoints(config.ckpt, data).find_saved(config)
 

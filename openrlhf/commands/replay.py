@@ -24,7 +24,7 @@ from openrlhf.distributed.folders import read_json
 from openrlhf.errors import ConfigError, Gathered, NumericsError
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.local_cluster import local_cluster
-from openrlhf.trainer.ppo_dumps import FACTS, SAMPLES
+from openrlhf.trainer.ppo_dumps import SAMPLES_FILE, STEP_FILE
 from openrlhf.trainer.ppo_updates import StepInputs, start_update, trained_roles
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience, reward_kl
@@ -88,7 +88,7 @@ def read_step(run_dir: Path, step: int) -> DumpedStep:
     """Read a step that was kept; raise ConfigError that names those that were."""
     folders = {
         int(path.parent.name.rpartition("_")[2]): path.parent
-        for path in sorted((run_dir / DUMPS).glob(f"step_*/{FACTS}"))
+        for path in sorted((run_dir / DUMPS).glob(f"step_*/{STEP_FILE}"))
     }
     if step not in folders:
         found = ", ".join(map(str, folders)) or "none"
@@ -96,8 +96,8 @@ def read_step(run_dir: Path, step: int) -> DumpedStep:
             f"step {step} of {run_dir} was not kept: kept are {found}. Type --step with one of "
             f"those, or train with --dump {step}."
         )
-    told = read_json(folders[step] / FACTS)
-    saved = torch.load(folders[step] / SAMPLES, weights_only=True)
+    told = read_json(folders[step] / STEP_FILE)
+    saved = torch.load(folders[step] / SAMPLES_FILE, weights_only=True)
     read = cache(lambda sha256: read_picture(folders[step] / IMAGES / f"{sha256}.png"))
     for own in saved["samples"]:
         own["images"] = tuple(map(read, own.get("images", ())))

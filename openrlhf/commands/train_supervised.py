@@ -20,7 +20,7 @@ from openrlhf.datasets.command_data import supervised_data
 from openrlhf.datasets.tokenized import news, repeats, write_bad_rows
 from openrlhf.distributed.checkpoints import (
     RUN,
-    DataFacts,
+    DataIdentity,
     RunCheckpoints,
     export_final,
     exporting_anyway,
@@ -90,7 +90,7 @@ def _run(
     if strategy.is_main:
         say_inputs(recipe, config, inputs)
     strategy.setup()
-    data = DataFacts(inputs.samples.fingerprint, len(inputs.samples))
+    data = DataIdentity(inputs.samples.fingerprint, len(inputs.samples))
     opened = open_checkpoints(config.ckpt, data, config)
     is_at_end = (opened.resume_step or 0) >= num_updates(config, len(inputs.samples))
     if opened.is_done(run_dir, is_at_end=is_at_end):
@@ -306,8 +306,8 @@ class Checkpointer:
         rank was asked to stop.
         """
         opened, is_last = self.checkpoints, self.trainer.is_finished
-        facts = all_gather_object((stopping.is_asked(), opened.is_written))
-        is_asked, is_written = any(asked for asked, _ in facts), all(over for _, over in facts)
+        ranks = all_gather_object((stopping.is_asked(), opened.is_written))
+        is_asked, is_written = any(asked for asked, _ in ranks), all(over for _, over in ranks)
         is_due = opened.is_due(self, is_last=is_last)
         if is_due or is_written:
             self.say_saved(opened.ended())

@@ -231,10 +231,10 @@ class CheckpointStore:
 
 
 @dataclass(frozen=True)
-class DataFacts:
-    """The data that the order of samples follows from; resuming needs the same.
+class DataIdentity:
+    """The data that decides the order of samples; a run resumes on the same data only.
 
-    Example: `DataFacts("9f2c51", num_samples=960)`
+    Example: `DataIdentity("9f2c51", num_samples=960)`
     """
 
     fingerprint: str
@@ -269,7 +269,7 @@ class RunCheckpoints:
     def __init__(
         self,
         config: CheckpointConfig,
-        data: DataFacts,
+        data: DataIdentity,
         saved: Saved | None = None,
         settings: Mapping[str, Any] | None = None,  # of this start, for the next one
     ) -> None:
@@ -663,7 +663,7 @@ def warn_on_main(line: str) -> None:
 
 
 def open_checkpoints(
-    config: CheckpointConfig, data: DataFacts, command: TrainingRunConfig | None = None
+    config: CheckpointConfig, data: DataIdentity, command: TrainingRunConfig | None = None
 ) -> RunCheckpoints:
     """Tidy the checkpoint root and find what the run goes on from; all ranks call.
 

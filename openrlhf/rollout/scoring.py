@@ -94,7 +94,7 @@ class GroupScorer:
         self.scorer = scorer
         self.policy = policy
         self._num_expected = 0  # groups that are sampled now, and could fill up a batch
-        self._waiting: list[Asked] = []
+        self._waiting: list[PendingGroup] = []
         self._num_sent = 0  # batches that have no outcome yet
         self.num_unscored = 0  # groups that wait for their rewards
 
@@ -116,7 +116,7 @@ class GroupScorer:
             return list(group)
         self.num_unscored += 1
         try:
-            scored = await self._scored(Asked(group), metrics)
+            scored = await self._scored(PendingGroup(group), metrics)
         finally:
             self.num_unscored -= 1
         if num_left_out := len(group) - len(scored):
@@ -124,21 +124,22 @@ class GroupScorer:
         add_score_metrics(scored, metrics)
         return scored
 
-    async def _scored(self, asked: "Asked", metrics: Metrics) -> list[Rollout]:
-        group = asked.group
-        self._waiting.append(asked)
+    async def _scored(self, pending: "PendingGroup", metrics: Metrics) -> list[Rollout]:
+        group = pending.group
+        self._waiting.append(pending)
         asyncio.get_running_loop().call_soon(self._send)
-        outcome = await asked.outcome
+        outcome = await pending.outcome
         for attempt in range(self.policy.num_retries):
             if isinstance(outcome, RewardError):
                 metrics.add("num_reward_retries", 1, reduction="sum")
                 wait_s = self.policy.retry_wait_s * 2**attempt
                 await asyncio.sleep(min(wait_s, MAX_RETRY_WAIT_S))
-                outcome = await self._start([Asked(group)])
+                outcome = await self._start([PendingGroup(group)])
         if isinstance(outcome, RewardError):
-            if not (self.policy.drops and asked.shares_batch):
+            if not (self.policy.drops and pending.shares_batch):
                 raise outcome
-            outcome = await self._start([Asked(group)])  # another one may have failed them all
+            # Another group of the batch may have failed them all.
+            outcome = await self._start([PendingGroup(group)])
             if isinstance(outcome, RewardError):
                 raise outcome
         wanted = {rollout.sample_id for rollout in group}
@@ -146,64 +147,64 @@ class GroupScorer:
         return outcome
 
     def _send(self) -> None:
-        """Start what can be started.
+        """Score what may be scored now, in batches.
 
-        A batch that is not full waits only while others are scored, nobody there is idle, and more
-        may come, so that a busy scorer gets full batches and an idle one no pauses. Models, which
-        take any number, score all that has come since their last forward; those that may not run
-        beside generation wait for its end.
+        A busy scorer gets full batches, and an idle one does not wait: a batch that is not full
+        waits only while the scorer is busy and more groups may come. Models take any number: they
+        score all groups that came since their last forward. Those that may not run while others
+        generate wait until generation ends.
         """
-        self._waiting = [asked for asked in self._waiting if not asked.outcome.done()]
+        self._waiting = [pending for pending in self._waiting if not pending.outcome.done()]
         while batch := self._next_batch():
             self._waiting = self._waiting[len(batch) :]
             self._start(batch)
 
-    def _next_batch(self) -> "list[Asked]":
+    def _next_batch(self) -> "list[PendingGroup]":
         scorer = self.scorer
         if scorer is None or (not scorer.is_streaming and self._num_expected):
             return []
         size = scorer.batch_size
         if size is None:
             return [] if self._num_sent else list(self._waiting)
-        batch: list[Asked] = []
+        batch: list[PendingGroup] = []
         num_samples = 0
-        for asked in self._waiting:
-            if batch and num_samples + len(asked.group) > size:
+        for pending in self._waiting:
+            if batch and num_samples + len(pending.group) > size:
                 return batch
-            batch.append(asked)
-            num_samples += len(asked.group)
+            batch.append(pending)
+            num_samples += len(pending.group)
         is_busy = self._num_sent > 0 and not scorer.has_capacity
         may_wait = is_busy and self._num_expected > 0
         return [] if may_wait and num_samples < size else batch
 
-    def _start(self, batch: "list[Asked]") -> asyncio.Future[Outcome]:
+    def _start(self, batch: "list[PendingGroup]") -> asyncio.Future[Outcome]:
         """Score a batch; return the first outcome of it."""
         assert self.scorer is not None
         self._num_sent += 1
-        answer = asyncio.ensure_future(self.scorer.score([asked.group for asked in batch]))
-        answer.add_done_callback(partial(self._receive, batch))
+        scoring = asyncio.ensure_future(self.scorer.score([pending.group for pending in batch]))
+        scoring.add_done_callback(partial(self._receive, batch))
         return batch[0].outcome
 
-    def _receive(self, batch: "list[Asked]", answer: asyncio.Future[list[Outcome]]) -> None:
+    def _receive(self, batch: "list[PendingGroup]", scoring: asyncio.Future[list[Outcome]]) -> None:
         assert self.scorer is not None
         self._num_sent -= 1
-        if answer.cancelled():  # the source was closed
-            for asked in batch:
-                asked.outcome.cancel()
+        if scoring.cancelled():  # the source was closed
+            for pending in batch:
+                pending.outcome.cancel()
             return
-        error = answer.exception()
-        for k, asked in enumerate(batch):
-            asked.shares_batch = len(batch) > 1 and self.scorer.batch_size is not None
-            if asked.outcome.done():  # nobody waits any more
+        error = scoring.exception()
+        for k, pending in enumerate(batch):
+            pending.shares_batch = len(batch) > 1 and self.scorer.batch_size is not None
+            if pending.outcome.done():  # nobody waits any more
                 continue
             if error is None:
-                asked.outcome.set_result(answer.result()[k])
+                pending.outcome.set_result(scoring.result()[k])
             else:
-                asked.outcome.set_exception(error)
+                pending.outcome.set_exception(error)
         self._send()
 
 
-class Asked:
+class PendingGroup:
     """A group that waits for its rewards."""
 
     def __init__(self, group: Group) -> None:

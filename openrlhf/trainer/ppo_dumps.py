@@ -33,7 +33,7 @@ from openrlhf.utils.rollout import Rollout, fields_of
 from openrlhf.utils.rollout_files import images_of
 from openrlhf.utils.run_folder import IMAGES
 
-FACTS, SAMPLES = "step.json", "samples.pt"
+STEP_FILE, SAMPLES_FILE = "step.json", "samples.pt"
 # Columns of an experience that models computed, and that advantages are made of.
 COMPUTED = ("old_logprobs", "ref_logprobs", "values")
 OF_DATA = ("label", "datasource", "columns", "source_prompt")  # any values; a replay needs none
@@ -102,12 +102,12 @@ class StepDump:
     def note(self, metrics: Metrics) -> None:
         """Note what came of the updates."""
         if self.is_chosen and not self.has_failed:
-            self.write_facts(metrics=metrics.values())
+            self.write_step(metrics=metrics.values())
 
     @property
     def is_kept(self) -> bool:
         """Return True once the step can be replayed."""
-        return (self.folder / FACTS).exists()
+        return (self.folder / STEP_FILE).exists()
 
     @property
     def how_to_replay(self) -> str:
@@ -134,7 +134,7 @@ class StepDump:
                 with self.phases.update(group):
                     group.call(TrainedWorker.save_states, folder, has_optimizer)
             self.write_samples()
-            self.write_facts(**outcome)
+            self.write_step(**outcome)
         except (CheckpointError, OSError) as error:
             self.is_chosen = False
             self.remove()
@@ -165,9 +165,9 @@ class StepDump:
         ]
         write_pictures(self.folder / IMAGES, images_of(self.rollouts))
         torch.save({"samples": samples, "computed": self.experience and known}, content)
-        (self.folder / SAMPLES).write_bytes(content.getbuffer())
+        (self.folder / SAMPLES_FILE).write_bytes(content.getbuffer())
 
-    def write_facts(self, **outcome: object) -> None:
+    def write_step(self, **outcome: object) -> None:
         """Write what the step was told, and what came of it: `num_done` updates of each model were
         made before its weights were written, the others had these `metrics`, or this `error`.
         """
@@ -177,4 +177,4 @@ class StepDump:
             "metrics": {},
             "error": None,
         }
-        write_json(self.folder / FACTS, content | outcome)
+        write_json(self.folder / STEP_FILE, content | outcome)

@@ -16,7 +16,7 @@ from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import (
     RUN,
-    DataFacts,
+    DataIdentity,
     RunCheckpoints,
     Saved,
     open_checkpoints,
@@ -48,7 +48,7 @@ def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
 
     Raises ConfigError or DataError where settings or prompts forbid to go on.
     """
-    data = DataFacts(inputs.prompts.fingerprint, len(inputs.prompts))
+    data = DataIdentity(inputs.prompts.fingerprint, len(inputs.prompts))
     # Workers elsewhere may have another working directory.
     ckpt = config.ckpt.model_copy(update={"path": os.path.abspath(config.ckpt.path)})
     return open_checkpoints(ckpt, data, config)

@@ -25,7 +25,7 @@ from openrlhf.distributed import folders
 from openrlhf.distributed.checkpoints import (
     MAX_FAILED_SAVES,
     CheckpointStore,
-    DataFacts,
+    DataIdentity,
     RunCheckpoints,
     open_checkpoints,
     random_state,
@@ -36,7 +36,7 @@ from openrlhf.errors import CheckpointError, ConfigError, DataError, EngineError
 from openrlhf.utils.run_folder import HOLDER_FILE
 from tests.helpers.processes import wait_until
 from tests.tiny import write_jsonl
-from tests.trainer.small_run import FACTS, config_of
+from tests.trainer.small_run import IDENTITY, config_of
 
 
 def fill(folder: Path, text: str = "weights") -> Path:
@@ -153,7 +153,7 @@ def test_the_oldest_beyond_the_budget_go(
 
 def test_a_run_may_keep_models_alone(tmp_path: Path) -> None:
     config = CheckpointConfig(path=str(tmp_path), save_hf=True, disable_ds=True, max_num=1)
-    checkpoints = RunCheckpoints(config, DataFacts("x", 1))
+    checkpoints = RunCheckpoints(config, DataIdentity("x", 1))
     for step in (1, 2):
         checkpoints.save(SimpleNamespace(global_step=step, state_dict=dict, export=fill))
         assert checkpoints.ended() == (step, tmp_path / f"global_step{step}_hf")
@@ -174,7 +174,7 @@ class Run:
 
 
 def saver(root: Path) -> RunCheckpoints:
-    return RunCheckpoints(CheckpointConfig(path=str(root), save_steps=1), DataFacts("x", 1))
+    return RunCheckpoints(CheckpointConfig(path=str(root), save_steps=1), DataIdentity("x", 1))
 
 
 def test_a_save_goes_on_beside_the_run_and_counts_once_it_is_whole(tmp_path: Path) -> None:
@@ -581,57 +581,57 @@ def test_a_model_that_the_new_run_starts_from_stays_where_it_is(words, tmp_path,
 
 
 def saved_state(root: Path) -> CheckpointConfig:
-    """A checkpoint root that holds step 4 of a run over FACTS."""
+    """A checkpoint root that holds step 4 of a run over IDENTITY."""
     config = config_of(root, load_enable=True, save_steps=2)
-    opened = open_checkpoints(config, FACTS)
+    opened = open_checkpoints(config, IDENTITY)
     opened.store.stage(4)
-    opened.store.commit(4, {"run": {}, "data": asdict(FACTS)})
+    opened.store.commit(4, {"run": {}, "data": asdict(IDENTITY)})
     return config
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
     config = saved_state(tmp_path)
     with pytest.raises(DataError, match="21 samples then, 21 now"):
-        open_checkpoints(config, replace(FACTS, fingerprint="edited"))
-    assert open_checkpoints(config, FACTS).resume_step == 4
+        open_checkpoints(config, replace(IDENTITY, fingerprint="edited"))
+    assert open_checkpoints(config, IDENTITY).resume_step == 4
 
 
 def test_a_run_does_not_go_on_from_the_checkpoint_of_another(tmp_path: Path) -> None:
     root, first, second = tmp_path / "ckpt", tmp_path / "first", tmp_path / "second"
     config = config_of(root, load_enable=True, save_steps=2, output_dir=str(first))
-    store = open_checkpoints(config, FACTS).store
+    store = open_checkpoints(config, IDENTITY).store
     first.mkdir()
     store.stage(4)
-    state = {"run": {}, "data": asdict(FACTS), "run_dir": str(first), "root": str(store.root)}
+    state = {"run": {}, "data": asdict(IDENTITY), "run_dir": str(first), "root": str(store.root)}
     store.commit(4, state)
-    assert open_checkpoints(config, FACTS).resume_step == 4
+    assert open_checkpoints(config, IDENTITY).resume_step == 4
     other = config.model_copy(update={"output_dir": str(second)})
     with pytest.raises(
         ConfigError, match=rf"is of the run in {first}, not of --save_path {second}"
     ):
-        open_checkpoints(other, FACTS)
+        open_checkpoints(other, IDENTITY)
     shutil.copytree(root, tmp_path / "copy")
     copied = other.model_copy(update={"path": str(tmp_path / "copy")})
-    assert open_checkpoints(copied, FACTS).resume_step == 4
+    assert open_checkpoints(copied, IDENTITY).resume_step == 4
     first.rename(second)  # a run folder that was moved
-    assert open_checkpoints(other, FACTS).resume_step == 4
+    assert open_checkpoints(other, IDENTITY).resume_step == 4
 
 
 def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = saved_state(tmp_path)
-    opened = open_checkpoints(config.model_copy(update={"load_enable": False}), FACTS)
+    opened = open_checkpoints(config.model_copy(update={"load_enable": False}), IDENTITY)
     assert opened.resume_step is None
     assert opened.find(4) is None
     assert "were moved to" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "aside-1" / "global_step4").is_dir()
-    assert open_checkpoints(config, FACTS).resume_step is None
+    assert open_checkpoints(config, IDENTITY).resume_step is None
     assert "starting new" in capsys.readouterr().out
 
 
 def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, capsys) -> None:
-    saver = RunCheckpoints(CheckpointConfig(path=str(tmp_path)), DataFacts("x", 1))
+    saver = RunCheckpoints(CheckpointConfig(path=str(tmp_path)), DataIdentity("x", 1))
     store = saver.store
 
     def export(path: Path) -> None:
@@ -686,7 +686,7 @@ def test_a_run_that_saves_nothing_leaves_the_checkpoints_of_others_where_they_ar
     """All runs have the same checkpoint root unless one is named."""
     save(make_store(tmp_path), 5)
     best_of(tmp_path, 5)
-    checkpoints = RunCheckpoints(CheckpointConfig(path=str(tmp_path)), DataFacts("x", 1))
+    checkpoints = RunCheckpoints(CheckpointConfig(path=str(tmp_path)), DataIdentity("x", 1))
     assert not checkpoints.go_back(0)
     assert checkpoints.store.steps() == [5] and checkpoints.store.best() is not None
 

@@ -16,7 +16,7 @@ import torch
 from openrlhf.commands.rl_inputs import planned_updates
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
+from openrlhf.distributed.checkpoints import DataIdentity, RunCheckpoints
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rollout.rollout import RolloutMaker, RolloutRequest, SampleBatch
@@ -225,7 +225,7 @@ def make_trainer(
         maker=FakeRollouts(world),
         state=RunState(
             config,
-            RunCheckpoints(config.ckpt, DataFacts("prompts", num_prompts)),
+            RunCheckpoints(config.ckpt, DataIdentity("prompts", num_prompts)),
             {},
             DevicePhases([], engines_sleep=False, training_sleeps=False),
         ),

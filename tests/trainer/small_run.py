@@ -13,7 +13,7 @@ from openrlhf.commands.train_supervised import Checkpointer
 from openrlhf.config.cli import parse_config
 from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
+from openrlhf.distributed.checkpoints import DataIdentity, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs
@@ -28,7 +28,7 @@ FLAGS = (
 )
 CONFIG = parse_config(SFTConfig, FLAGS.split()).config
 NUM_SAMPLES, NUM_STEPS = 21, 6
-FACTS = DataFacts("tokens", NUM_SAMPLES)
+IDENTITY = DataIdentity("tokens", NUM_SAMPLES)
 
 
 class Vectors:
@@ -115,7 +115,7 @@ def run(
     options: dict, root: Path, config: CheckpointConfig, *, seed: int = 1, stop: int | None = None
 ) -> dict:
     """One start of a command: resumes if told to, trains, says what it did."""
-    opened = open_checkpoints(config, FACTS)
+    opened = open_checkpoints(config, IDENTITY)
     trainer = make_trainer(options, root / "run", opened.resume_step, seed)
     checkpointer = Checkpointer(trainer, opened)
     checkpointer.resume()

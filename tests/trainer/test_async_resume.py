@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
+from openrlhf.distributed.checkpoints import CheckpointStore, DataIdentity, RunCheckpoints
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.rollout_queue import SavedGroup, read_groups, write_groups
@@ -92,7 +92,7 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
         config = PPOConfig.model_validate(
             {"ckpt": {"save_steps": 1, "path": str(tmp_path), "best_metric_key": "none"}}
         )
-        trainer.state.opened = RunCheckpoints(config.ckpt, DataFacts("f", 24), store.latest())
+        trainer.state.opened = RunCheckpoints(config.ckpt, DataIdentity("f", 24), store.latest())
         return trainer.state
 
     trainer = make_trainer(World(train_error_at=2, train_s=0.02), num_prompts=24)
@@ -102,7 +102,7 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
     world = World(policy_version=2)
     again = make_trainer(world, num_prompts=24)
     saving(again).resume()
-    saving(again).opened = RunCheckpoints(again.config.ckpt, DataFacts("f", 24))
+    saving(again).opened = RunCheckpoints(again.config.ckpt, DataIdentity("f", 24))
     kept = kept_of(trainer, tmp_path / "global_step2")
     assert kept and [key for key, *_ in again.queue._kept] == [key for key, *_ in kept]
     again.fit()

@@ -28,7 +28,7 @@ from tests.distributed.spawn import run_ranks
 from tests.helpers.processes import wait_until
 from tests.trainer.fakes import EndsAt
 from tests.trainer.small_run import (
-    FACTS,
+    IDENTITY,
     NUM_STEPS,
     config_of,
     make_trainer,
@@ -46,7 +46,7 @@ CASES = {
 
 def fail_to_save(options: dict, root: Path) -> dict:
     """The last rank cannot write more than a few bytes, three times."""
-    opened = open_checkpoints(config_of(root, save_steps=1), FACTS)
+    opened = open_checkpoints(config_of(root, save_steps=1), IDENTITY)
     trainer = make_trainer(options, root / "run", None, 1)
     checkpointer = Checkpointer(trainer, opened)
     opened.save(checkpointer)
@@ -88,7 +88,7 @@ def fail_to_save(options: dict, root: Path) -> dict:
 
 def save_slowly(options: dict, root: Path) -> list[object]:
     """Train while the last rank does not get on with its file of step 2."""
-    opened = open_checkpoints(config_of(root, save_steps=2), FACTS)
+    opened = open_checkpoints(config_of(root, save_steps=2), IDENTITY)
     trainer = make_trainer(options, root / "run", None, 1)
     checkpointer = Checkpointer(trainer, opened)
     is_last = trainer.strategy.topology.rank == trainer.strategy.topology.world_size - 1
@@ -121,7 +121,7 @@ def save_slowly(options: dict, root: Path) -> list[object]:
 def refusal(options: dict, root: Path) -> str:
     """What the resume of another world's checkpoint says; empty where it works."""
     config = config_of(root / "ckpt", load_enable=True)
-    opened = open_checkpoints(config, FACTS)
+    opened = open_checkpoints(config, IDENTITY)
     trainer = make_trainer(options, root / "other-world", None, 1)
     try:
         Checkpointer(trainer, opened).resume()
@@ -205,7 +205,7 @@ def test_checkpoints_are_of_every_interval_and_the_end(worlds: dict, folder: Pat
     verify(folder / "zero2" / "stopped" / "ckpt" / "global_step4_hf")
     state = json.loads((folder / "zero2/stopped/ckpt/global_step4/state.json").read_text())
     assert state["run"]["place"] == "step 4, epoch 2, 8 samples into it"
-    assert state["data"] == asdict(FACTS)
+    assert state["data"] == asdict(IDENTITY)
 
 
 def test_two_ranks_agree_on_what_is_finished_and_what_failed(worlds: dict) -> None:
@@ -283,7 +283,7 @@ def test_a_rank_killed_while_it_saves_costs_the_steps_since_the_checkpoint(tmp_p
 def test_a_run_that_is_asked_to_stop_waits_for_the_save_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_at: int, saved: list[int]
 ) -> None:
-    opened = open_checkpoints(config_of(tmp_path / "ckpt", save_steps=2), FACTS)
+    opened = open_checkpoints(config_of(tmp_path / "ckpt", save_steps=2), IDENTITY)
     trainer = make_trainer({"zero_stage": 0}, tmp_path / "run", None, 1)
     take_states = trainer.engine.take_states
 
@@ -302,7 +302,7 @@ def test_a_run_that_is_asked_to_stop_waits_for_the_save_under_way(
 
 
 def end_on_one_of_two(root: Path) -> list[float]:
-    opened = open_checkpoints(config_of(root), FACTS)
+    opened = open_checkpoints(config_of(root), IDENTITY)
     trainer = make_trainer({"zero_stage": 3}, root / "run", opened.resume_step, 1)
     topology = trainer.strategy.topology
     trainer.callbacks = [EndsAt(2 if topology.rank == topology.world_size - 1 else 99)]

@@ -22,7 +22,7 @@ from openrlhf.commands.train_rl import _export, fit_and_export, init_models, pha
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed import folders
-from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
+from openrlhf.distributed.checkpoints import DataIdentity, RunCheckpoints
 from openrlhf.errors import (
     CheckpointError,
     DataError,
@@ -121,7 +121,7 @@ def losing_trainer(
     trainer.groups["actor"], trainer.state.groups = actor, {"actor": actor}
     ckpt = {"save_steps": save_steps, "path": str(folder), "best_metric_key": "none"}
     config = PPOConfig.model_validate({"ckpt": ckpt}).ckpt
-    trainer.state.opened = RunCheckpoints(config, DataFacts("prompts", 32))
+    trainer.state.opened = RunCheckpoints(config, DataIdentity("prompts", 32))
     return trainer, actor
 
 
@@ -180,7 +180,7 @@ def test_a_rank_that_is_lost_while_its_states_are_written_costs_that_checkpoint(
     trainer.groups["actor"], trainer.state.groups = actor, {"actor": actor}
     ckpt = {"save_steps": 2, "path": str(tmp_path), "best_metric_key": "none"}
     config = PPOConfig.model_validate({"ckpt": ckpt}).ckpt
-    trainer.state.opened = RunCheckpoints(config, DataFacts("prompts", 32))
+    trainer.state.opened = RunCheckpoints(config, DataIdentity("prompts", 32))
     trainer.fit()
     assert not actor.lost_in_writes and actor.num_starts == 2
     assert [step["step"] for step in steps_of(trainer)] == list(range(1, 9))

@@ -13,7 +13,7 @@ import torch
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptCursor
-from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
+from openrlhf.distributed.checkpoints import DataIdentity, RunCheckpoints
 from openrlhf.distributed.folders import holding
 from openrlhf.errors import ConfigError, EngineError, NumericsError, RewardError
 from openrlhf.rollout.scoring import FailurePolicy
@@ -225,7 +225,7 @@ class Ranks:
 
 
 def opened(root: Path, **ckpt: Any) -> RunCheckpoints:
-    return RunCheckpoints(CheckpointConfig(path=str(root), **ckpt), DataFacts("x", 1))
+    return RunCheckpoints(CheckpointConfig(path=str(root), **ckpt), DataIdentity("x", 1))
 
 
 def state_of(config: PPOConfig, root: Path, **groups: Any) -> RunState:

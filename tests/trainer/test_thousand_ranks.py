@@ -25,7 +25,7 @@ from benchmarks.controller import BATCH_SIZE, NUM_ACTIONS, NUM_PROMPT, SAMPLES_A
 from openrlhf.commands.rl_inputs import planned_updates
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
+from openrlhf.distributed.checkpoints import DataIdentity, RunCheckpoints
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import LostEngineError, LostRankError
 from openrlhf.rollout.engine_pool import EnginePool
@@ -234,7 +234,7 @@ def large_run(folder: Path, chance: Chance, watcher: Watcher) -> PPOTrainerAsync
         maker=RolloutMaker(turns, GroupScorer(StubScorer(chance), policy)),
         state=RunState(
             config,
-            RunCheckpoints(config.ckpt, DataFacts("prompts", NUM_GROUPS)),
+            RunCheckpoints(config.ckpt, DataIdentity("prompts", NUM_GROUPS)),
             {"actor": actor},
             DevicePhases([], engines_sleep=False, training_sleeps=False),
         ),

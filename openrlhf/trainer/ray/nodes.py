@@ -22,14 +22,14 @@ from openrlhf.utils.findings import Finding, NodeReport
 from openrlhf.utils.rendezvous import free_port, open_store
 
 MAX_SKEW_S = 2.0  # files of one node are read by another, and compared by their times
-ANSWER_S = 120.0  # until a node has started a process, imported torch and answered
+RESPONSE_S = 120.0  # until a node has started a process, imported torch and responded
 NUM_BYTES = 64 * 2**20  # of an all-reduce
 
 Ask = Callable[..., Any]  # of a method of NodeProbe and its arguments, on one node
 
 
 class NodeProbe:
-    """A process on a node that answers for it."""
+    """Looks at a node from a process on it."""
 
     def report(self, make_report: Callable[[], NodeReport]) -> NodeReport:
         """Return the node's own findings."""
@@ -52,7 +52,7 @@ class NodeProbe:
         their CPUs; the second one: the first sets up the connections.
         """
         device = torch.device("cuda", own_gpu()) if backend == "nccl" else torch.device("cpu")
-        limit = timedelta(seconds=ANSWER_S / 2)
+        limit = timedelta(seconds=RESPONSE_S / 2)
         store = open_store(host, port, rank=rank, world_size=num_nodes, timeout=limit)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=num_nodes, timeout=limit
@@ -101,11 +101,11 @@ def cluster_findings(
 
 
 def ask_of(address: str, probe: Any) -> Ask:
-    """Return a function that calls a method of a node's probe and waits for the answer."""
+    """Return a function that calls a method of a node's probe and waits for its result."""
 
     def ask(method: Callable[..., Any], *args: object) -> Any:
         reference = getattr(probe, method.__name__).remote(*args)
-        return get(reference, f"node {address}", ANSWER_S)
+        return get(reference, f"node {address}", RESPONSE_S)
 
     return ask
 
@@ -194,13 +194,13 @@ def shared_findings(asks: Mapping[str, Ask], folders: Sequence[str]) -> Iterator
 def network_finding(probes: Sequence[Any], backend: str) -> Finding:
     """Return the bandwidth of an all-reduce of this backend between the nodes."""
     try:
-        endpoint = get(probes[0].endpoint.remote(), "the first node", ANSWER_S)
+        endpoint = get(probes[0].endpoint.remote(), "the first node", RESPONSE_S)
         references = [
             probe.all_reduce_s.remote(*endpoint, rank, len(probes), backend)
             for rank, probe in enumerate(probes)
         ]
         slowest = max(
-            get(reference, "all-reduce of the nodes", ANSWER_S) for reference in references
+            get(reference, "all-reduce of the nodes", RESPONSE_S) for reference in references
         )
     except OpenRLHFError as error:
         remedy = (

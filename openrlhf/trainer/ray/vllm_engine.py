@@ -191,17 +191,17 @@ class RayEngine:
     async def _sample(self, request: GenerationRequest) -> list[Completion]:
         actor = self.handle
         reference = actor.sample.remote(request)
-        answer = asyncio.wrap_future(reference.future())
+        pending = asyncio.wrap_future(reference.future())
         try:
-            await asyncio.wait([answer])
+            await asyncio.wait([pending])
         except asyncio.CancelledError:
             ray.cancel(reference)
-            await asyncio.wait([answer], timeout=ABORT_S)
-            if answer.done() and not answer.cancelled():
-                answer.exception()  # nobody waits for it, and asyncio would print it
+            await asyncio.wait([pending], timeout=ABORT_S)
+            if pending.done() and not pending.cancelled():
+                pending.exception()  # nobody waits for it, and asyncio would print it
             raise
-        if answer.exception() is None:
-            return answer.result()
+        if pending.exception() is None:
+            return pending.result()
         return self._result(reference, 0.0, actor=actor)  # type: ignore[no-any-return]  # raises
 
 
