@@ -93,21 +93,21 @@ class PPOTrainer:
         self.forwards = forwards
         # Half precision rounds.
         self.max_mismatch_kl = 1e-3 if cluster.policy_dtype == torch.float32 else 0.1
-        self.is_compared = False  # True once engine and trainer were, in this run
-        self.is_told = False  # True once it was said that the reward rises alone
-        self.is_ended = False  # True once a callback, or --early_stop, has asked for it
-        self._ended_at = 0  # the step behind which it was asked
-        self._evaluated_at = -1  # the last step that was, or could not be
-        self._undone: list[Rollout] = []  # samples of the step that is under way
-        self._undone_step = 0  # its number
-        self._death: Death | None = None  # of the last step that was not finished
-        self._generated = Metrics()  # of these samples
-        # The state of the prompts before; None: they come again by their ledger.
-        self._drawn_from: dict[str, Any] | None = None
-        self._kept_s: dict[int, float] = {}  # seconds of the steps of this start, by step
-        self._has_skipped = False  # True once an update was, in this run
+        self.has_checked_mismatch = False  # True once engine and trainer were compared
+        self.has_said_reward_alone = False  # True once the hint of `reward_alone` was printed
+        self.is_ended = False  # True once a callback or --early_stop has asked to end the run
+        self._ended_at = 0  # the step at which it was asked
+        self._evaluated_at = -1  # the step of the last evaluation, also of one without rewards
+        self._step_rollouts: list[Rollout] = []  # of the step under way; kept if a rank is lost
+        self._step = 0  # its number
+        self._generation_metrics = Metrics()  # of these rollouts
+        # The sampler before it drew their prompts; None if a queue did, which keeps a ledger.
+        self._sampler_state: dict[str, Any] | None = None
+        self._death: Death | None = None  # of a rank, in the last step that was not finished
+        self._kept_step_s: dict[int, float] = {}  # seconds of each step since this start
+        self._has_skipped = False  # True once an update was skipped, in this run
         self._sending = threading.Lock()  # held while weights are sent
-        self._has_failed = False  # whether an engine did when weights were sent last
+        self._has_sync_failed = False  # True if an engine failed when weights were sent last
         if self.recovery is not None:
             self.recovery.prepare(
                 self.phases.device_lock, self.update_engine, sleeps=bool(self.phases.engines)
@@ -141,7 +141,7 @@ class PPOTrainer:
                     self.begin()
                     is_begun = True
                 # Behind the samples of the last step there are no prompts left.
-                while self._undone or not self.is_over:
+                while self._step_rollouts or not self.is_over:
                     self.do_step()
                 self.finish()
                 is_finished = True
@@ -157,7 +157,7 @@ class PPOTrainer:
         self.tracker.close()
 
     def begin(self) -> None:
-        """Give the engines their first weights; evaluate a policy that nothing was done to."""
+        """Send the engines their first weights; evaluate the policy before its first step."""
         self.broadcast_to_vllm()
         if self.state.global_step == 0:
             self.evaluate(global_step=0)
@@ -176,23 +176,23 @@ class PPOTrainer:
         self.say_goodput()
 
     def do_step(self) -> None:
-        """Make a step, with the samples of one that was not finished if there are any; report,
-        evaluate and save what is due.
+        """Make a step, with the samples of one that a lost rank has interrupted if there are any;
+        report, evaluate and save what is due.
         """
         state, metrics, moved_s = self.state, Metrics(), self.phases.moving_s
         with timed("step_total", metrics):
-            if not self._undone:
-                self._generated = Metrics()
-                self._undone_step = state.global_step + 1
-                self._undone = self.generate_unless_stopped(self._generated)
-            metrics.merge(self._generated)
-            if rollouts := self._undone:
+            if not self._step_rollouts:
+                self._generation_metrics = Metrics()
+                self._step = state.global_step + 1
+                self._step_rollouts = self.generate_unless_stopped(self._generation_metrics)
+            metrics.merge(self._generation_metrics)
+            if rollouts := self._step_rollouts:
                 state.global_step += 1
                 try:
                     experience = self.train_step(rollouts, state.global_step, metrics)
                 except stopping.Left:  # before any weights were changed
                     self.leave_step()
-                self._undone = []
+                self._step_rollouts = []
                 file = self.write_samples(rollouts, experience, metrics)
         if not rollouts:  # no prompt had a signal, or a reward
             if not self.is_over:
@@ -200,7 +200,7 @@ class PPOTrainer:
             return
         if moving_s := self.phases.moving_s - moved_s:
             metrics.add("moving_s", moving_s, reduction="sum")
-        self._kept_s[state.global_step] = metrics["timing/step_total"]
+        self._kept_step_s[state.global_step] = metrics["timing/step_total"]
         self.report(state.global_step, metrics, rollouts, file)
         for callback in self.callbacks:
             callback.on_step_end(self, state.global_step, self.values_of(metrics))
@@ -214,12 +214,12 @@ class PPOTrainer:
 
     def note_death(self, why: LostRankError) -> None:
         """Raise EngineError if the same step has ended a rank in the same way before."""
-        step, before = self._undone_step, self._death
-        if not self._undone or self.state.global_step != step:  # it was not at work
+        step, before = self._step, self._death
+        if not self._step_rollouts or self.state.global_step != step:  # it was not at work
             return
-        self._death = Death.of(why, step, self._undone)
+        self._death = Death.of(why, step, self._step_rollouts)
         if self._death == before:
-            dump = self.dump_of(self._undone, step)
+            dump = self.dump_of(self._step_rollouts, step)
             kept = f" It was kept: {dump.how_to_replay}" if dump.is_kept else ""
             raise EngineError(
                 f"{why}. Step {step} has ended in this way before, with the same prompts: it is "
@@ -239,17 +239,19 @@ class PPOTrainer:
             failed = error
         saved = self.state.opened.last()
         last_step = 0 if saved is None else saved.step
-        if self._undone_step != last_step + 1 or self.has_lost_generation:
-            self._undone = []
+        if self._step != last_step + 1 or self.has_lost_generation:
+            self._step_rollouts = []
         if self._ended_at > last_step:
             self.is_ended = False  # what asked for it is asked again
-        resampling = nullcontext() if self._undone else self.resampling()
+        resampling = nullcontext() if self._step_rollouts else self.resampling()
         with resampling, self.phases.training(), self._sending:
-            self.state.start_again(why, saved, keeps_samples=bool(self._undone))
+            self.state.start_again(why, saved, keeps_samples=bool(self._step_rollouts))
             for engine in self.engines:
                 engine.waits_for = None
         self.tracker.rewind(self.state.global_step)
-        self._kept_s = {k: s for k, s in self._kept_s.items() if k <= self.state.global_step}
+        self._kept_step_s = {
+            k: s for k, s in self._kept_step_s.items() if k <= self.state.global_step
+        }
         self.broadcast_to_vllm()
         seconds, step = time.monotonic() - lost_at, self.state.global_step
         notice(f"{why.role} is up again after {seconds:.1f} s: going on behind step {step}")
@@ -258,12 +260,12 @@ class PPOTrainer:
 
     @property
     def has_lost_generation(self) -> bool:
-        """Return True once an error has ended what generates beside training."""
+        """Return True once an error has ended the generation that runs during training."""
         return False
 
     @contextmanager
     def resampling(self) -> Iterator[None]:
-        """Forget the samples of later steps; sample nothing inside."""
+        """Drop the samples of later steps, and generate none inside the block."""
         yield
 
     def end(self) -> None:
@@ -281,7 +283,7 @@ class PPOTrainer:
     @property
     def goodput(self) -> float:
         """Return the share of the time since the start that went into steps that were kept."""
-        return sum(self._kept_s.values()) / max(self.clock.elapsed_s, 1e-9)
+        return sum(self._kept_step_s.values()) / max(self.clock.elapsed_s, 1e-9)
 
     def say_goodput(self) -> None:
         """Say what losses of processes have cost, if there were any."""
@@ -336,8 +338,8 @@ class PPOTrainer:
     def leave_step(self) -> NoReturn:
         """End the run with the state before the step under way, whose prompts come again."""
         self.state.global_step -= 1
-        if self._drawn_from is not None:
-            self.sampler.load_state_dict(self._drawn_from)
+        if self._sampler_state is not None:
+            self.sampler.load_state_dict(self._sampler_state)
         self.stop()
 
     def stop(self) -> NoReturn:
@@ -361,7 +363,7 @@ class PPOTrainer:
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Return the scored rollouts of a step; with dynamic sampling, groups with a signal."""
         maker = self.maker
-        before = self._drawn_from = self.sampler.state_dict()
+        before = self._sampler_state = self.sampler.state_dict()
         try:
             with self.phases.rollout():
                 stream = maker.open_stream(self.inputs.sampling)
@@ -412,8 +414,8 @@ class PPOTrainer:
         state, metrics = self.state, Metrics()
         roles = trained_roles(self.config, state.global_step)
         results: dict[str, list[UpdateResult]] = {}
-        for together in [roles] if self.updates_side_by_side else [[role] for role in roles]:
-            results |= self._update(together, experience, dump)
+        for at_once in [roles] if self.updates_side_by_side else [[role] for role in roles]:
+            results |= self._update(at_once, experience, dump)
         for result in chain(*results.values()):
             metrics.merge(result.metrics)
         if "actor" in results:
@@ -426,8 +428,8 @@ class PPOTrainer:
     def _update(
         self, roles: Sequence[str], experience: Experience, dump: StepDump
     ) -> dict[str, list[UpdateResult]]:
-        """Update these models side by side; return the results by role. Optimizer steps that are
-        skipped are said, and those behind them made.
+        """Update these models at the same time; return the results by role. An optimizer step that
+        is skipped gets a warning, and the next ones are made.
         """
         results: dict[str, list[UpdateResult]] = {}
         num_done = dict.fromkeys(roles, 0)
@@ -450,7 +452,7 @@ class PPOTrainer:
     def _fit(
         self, num_done: Mapping[str, int], experience: Experience, dump: StepDump
     ) -> dict[str, list[UpdateResult]]:
-        """Make the optimizer steps of models behind those that are done."""
+        """Make the optimizer steps of each role that come after its first `num_done`."""
         calls = {}
         with ExitStack() as awake:
             for role, count in num_done.items():
@@ -505,16 +507,16 @@ class PPOTrainer:
             engine.is_lost = False
 
     def _send(self, engines: Sequence[RolloutEngine]) -> list[str]:
-        """Send the weights, again to engines whose peers have failed. Have those replaced that have
-        failed themselves; return the reasons.
+        """Send the weights, and send them again to engines whose peers have failed. Replace engines
+        that have failed themselves; return their reasons.
         """
         actor, keep_running = self.groups["actor"], self.config.train.partial_rollout_enable
         send, num_engines = PolicyModelActor.broadcast_to_vllm, len(self.engines)
         lost: list[str] = []
         tried: list[RolloutEngine] = []
         while engines:
-            failed = actor.call(send, engines, keep_running, num_engines, self._has_failed)[0]
-            self._has_failed = bool(failed)
+            failed = actor.call(send, engines, keep_running, num_engines, self._has_sync_failed)[0]
+            self._has_sync_failed = bool(failed)
             again = []
             for index, (reason, is_lost) in failed.items():
                 if is_lost or engines[index] in tried:
@@ -549,8 +551,8 @@ class PPOTrainer:
             callback.on_save(self, *saved)
 
     def evaluate(self, global_step: int) -> None:
-        """Log pass@n and pass@1 on the evaluation prompts; keep the best model. Without rewards
-        it is only said, but for the first one, when nothing is lost yet.
+        """Log pass@n and pass@1 on the evaluation prompts; keep the best model. If rewards fail,
+        warn and go on; before the first step, when nothing would be lost, raise RewardError.
         """
         inputs, prompts = self.inputs, self.inputs.eval_prompts
         if prompts is None:
@@ -585,9 +587,9 @@ class PPOTrainer:
         show_samples(f"eval at step {global_step}", samples.rollouts, count, file=file)
         for callback in self.callbacks:
             callback.on_evaluate(self, global_step, values)
-        if not self.is_told and (words := reward_alone(self.tracker.records())):
+        if not self.has_said_reward_alone and (words := reward_alone(self.tracker.records())):
             notice(f"hint: {words}")
-            self.is_told = True
+            self.has_said_reward_alone = True
         if (name := inputs.pass_rate) in values:
             self.state.note_evaluation(name, {"step": global_step} | values)
 
@@ -616,9 +618,9 @@ class PPOTrainer:
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
         """Refuse to go on when engine and trainer disagree in the first step that compares them."""
         limit, name = self.max_mismatch_kl, self.mismatch_metric
-        if self.is_compared or name not in metrics:
+        if self.has_checked_mismatch or name not in metrics:
             return
-        self.is_compared = True
+        self.has_checked_mismatch = True
         if metrics[name] > limit:
             raise EngineError(
                 f"engine and trainer disagree about the sampled tokens at step {global_step}: "

@@ -164,7 +164,7 @@ def test_engine_and_trainer_that_disagree_in_the_first_step_end_the_run() -> Non
     trainer = make_trainer(World(), num_prompts=4, policy_dtype=torch.bfloat16, is_async=False)
     metrics = Metrics()
     trainer.check_mismatch(metrics, 4)
-    assert not trainer.is_compared  # a step without a signal compares nothing
+    assert not trainer.has_checked_mismatch  # a step without a signal compares nothing
     metrics.add("vllm_kl", 1.5)
     with pytest.raises(EngineError, match=r"mismatch KL 1\.50e\+00, limit 1e-01"):
         trainer.check_mismatch(metrics, 5)

@@ -88,7 +88,7 @@ def test_the_first_step_that_has_fresh_samples_compares_them_alone(capsys):
     metrics.add("vllm_kl", 5.0)
     metrics.add("vllm_kl/stale_1", 9.0)
     trainer.check_mismatch(metrics, 4)
-    assert not trainer.is_compared
+    assert not trainer.has_checked_mismatch
     trainer.check_mismatch(Metrics(), 5)  # a step without a signal compares nothing
     metrics.add("vllm_kl/stale_0", 1.5)
     with pytest.raises(EngineError, match=r"mismatch KL 1\.50e\+00, limit 1e-01"):
