@@ -115,7 +115,7 @@ def shape_of(model: Model, command: CommandConfig, ds: DeepSpeedConfig, *, is_cu
 
 
 def model_size_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> ModelSize:
-    """Return the model_size that DeepSpeed's configuration depends on."""
+    """Return the size that DeepSpeed's configuration depends on."""
     num_copies = max(model.num_ranks // ds.tensor_parallel_size, 1)  # too few ranks are refused
     return ModelSize(shape.dtype, shape.num_parameters, num_copies)
 

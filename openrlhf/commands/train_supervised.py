@@ -188,7 +188,7 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
     with gathered:
         recipe.check(config, tokenizer)
     with gathered:
-        recipe.judge(config)
+        recipe.best_metric(config)
     made = []
     for data_set, rows in found:
         samples = (
@@ -331,7 +331,7 @@ class Checkpointer:
             return self.checkpoints.find(step) or unkept
 
         records = trainer.tracker.records()
-        say_outcome(trainer.judge(trainer.config), records, records, where=where)
+        say_outcome(trainer.best_metric(trainer.config), records, records, where=where)
 
     def keep_best(self) -> None:
         """Keep the model of this step in place of the best one before; all ranks call."""

@@ -51,7 +51,8 @@ def check_here(ds: DeepSpeedConfig, *, trains: bool = True, is_cuda: bool | None
         (
             "--ds.experts_implementation deepgemm",
             ds.experts_implementation == "deepgemm",
-            *("kernels", True),
+            "kernels",
+            True,
         ),
     ]
     for flag, is_used, package, needs_gpu in needs:

@@ -100,7 +100,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     reads_pictures: ClassVar[bool] = False
     data_set: ClassVar[type[TokenizedDataset]]  # that makes samples of rows
     scores: ClassVar[bool] = False  # True of a model with a scalar head
-    # Metrics by which evaluations may be compared; the first one, unless --save_best names another.
+    # Metrics by which evaluations may be compared: the first, unless --save_best names another.
     judged_by: ClassVar[tuple[str, ...]] = ("loss",)
 
     def __init__(self, config: Any, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
@@ -132,7 +132,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Raise ConfigError for what only the tokenizer and the files can tell."""
 
     @classmethod
-    def judge(cls, config: SupervisedConfig) -> str:
+    def best_metric(cls, config: SupervisedConfig) -> str:
         """Return the metric by which evaluations are compared; raise ConfigError for an unknown
         one.
         """
@@ -270,7 +270,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             self.end()
 
     def _is_stalled(self) -> bool:
-        records, name = self.tracker.records(), self.judge(self.config)
+        records, name = self.tracker.records(), self.best_metric(self.config)
         is_stalled = num_since_best(records, name) >= self.config.eval.early_stop
         if is_stalled:
             notice(stopped_early(records, name))
@@ -439,7 +439,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     def _is_best(self) -> bool:
         """Return True if no evaluation was better than the last one."""
-        return num_since_best(self.tracker.records(), self.judge(self.config)) == 0
+        return num_since_best(self.tracker.records(), self.best_metric(self.config)) == 0
 
     def _log(self) -> None:
         values = self._reduced(self.pending)

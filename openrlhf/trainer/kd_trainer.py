@@ -41,7 +41,7 @@ def distill(
     coef: float,
     kind: str,
 ) -> tuple[Tensor, ...]:
-    """Return the loss of `chunked_distillation`.
+    """Return the loss and columns of `chunked_distillation` over the logits that both models have.
 
     Models of one family pad their vocabularies to different widths; logits that only one of
     them has stand for no token and are left out.
@@ -93,7 +93,7 @@ class Teacher(Actor):
 
 
 def as_head(head: ChunkedHead, hidden_NH: Tensor) -> Head:
-    """Return states with the head in front of which they stand."""
+    """Return hidden states together with the head that reads them."""
     return Head(hidden_NH, head.weight, head.bias, head.softcap, head.scale)
 
 
@@ -106,7 +106,7 @@ def first_logits(head: Head, num_logits: int) -> Head:
 
 
 def sampling_of(config: KDConfig, model_path: str, tokenizer: Tokenizer) -> SamplingSettings:
-    """Return the settings by which the student answers."""
+    """Return the settings that the student's answers are sampled with."""
     ends = eos_token_ids(model_path, tokenizer, trust_remote_code=config.trust_remote_code)
     return SamplingSettings(
         temperature=config.kd.temperature,
@@ -209,9 +209,8 @@ class KDTrainer(SFTTrainer):
         """Return the sum over tokens / tokens of the step, plus the router loss of experts."""
         hidden_NK = self.teacher(batch)
         teacher = self.teacher.module
-        with gathered(
-            list(teacher.head.parameters())
-        ):  # under ZeRO-3 they are whole only in its forward
+        # Under ZeRO-3 the teacher's head is whole in its own forward only.
+        with gathered(list(teacher.head.parameters())):
             loss, logprobs_N, divergence_N, aux_loss_B = self.engine(
                 batch, as_head(teacher.head, hidden_NK)
             )

@@ -37,9 +37,15 @@ from openrlhf.utils.outcome import noteworthy
 from openrlhf.utils.progress import progress, saying_what_is_awaited
 from openrlhf.utils.run_folder import HOLDER_FILE
 
+# Attributes that a checkpoint holds as they are.
 PLAIN = (
-    *("global_step", "weight_version", "num_texts"),
-    *("kl_coef", "evaluations", "history", "num_unlogged"),
+    "global_step",
+    "weight_version",
+    "num_texts",
+    "kl_coef",
+    "evaluations",
+    "history",
+    "num_unlogged",
 )
 
 
@@ -81,7 +87,7 @@ class RunState:
         self.evaluations: list[Values] = []  # the first, the best and the last one
         self.history: list[Values] = []  # metrics of earlier steps, as far as hints look
         self.unlogged, self.num_unlogged = Metrics(), 0  # of the steps since the last line
-        self.finished: list[Any] = []  # groups that wait for later steps, as the state was taken
+        self.finished: list[Any] = []  # groups that waited for their step at the last `state_dict`
 
     def adapt_kl_coef(self, kl: float, num_samples: int) -> None:
         """Move the coefficient, if it has a target, after a step whose mean KL to the reference was
@@ -103,7 +109,7 @@ class RunState:
         return plain | {"sampler": self.sampler.state_dict(), "unlogged": unlogged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken; without "sampler" its place stays."""
+        """Go on from where `state_dict` was taken; without "sampler" the prompts stay as they are."""
         for name in PLAIN:
             setattr(self, name, state[name])
         if self.kl.target is None:  # a fixed one is what this command says

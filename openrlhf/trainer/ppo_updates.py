@@ -70,5 +70,5 @@ def start_update(
     if texts is not None:
         plan = mix_texts(plan, texts, num_seen=step_inputs.num_texts, seed=train.seed)
     read = (*LOSS_COLUMNS[role], *(["weight_versions"] if train.async_enable else []))
-    shares = update_shares(experience.having(read), plan[num_done:])
+    shares = update_shares(experience.with_columns(read), plan[num_done:])
     return group.start(TrainedWorker.fit, ((share, columns) for share in shares))

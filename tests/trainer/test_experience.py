@@ -82,7 +82,7 @@ def test_a_share_is_pickled_as_its_own_samples_alone() -> None:
 
 def test_a_share_has_the_columns_that_its_rank_reads_and_no_others() -> None:
     whole = replace(numbered(9), values=torch.ones(25), advantages=torch.zeros(25))
-    of_critic = whole.having(["values"]).select([4, 2])
+    of_critic = whole.with_columns(["values"]).select([4, 2])
     there = {f.name for f in fields(of_critic) if getattr(of_critic, f.name) is not None}
     always = {f.name for f in fields(Experience) if f.default is not None}
     assert there == always | {"values", "token_ids", "action_mask"}
@@ -110,7 +110,7 @@ def test_images_stay_with_their_samples_and_a_prompt_s_samples_carry_them_once()
     ]
     whole = Experience.from_rollouts(samples)
     assert whole.select([2, 1, 0]).images == ((SMALL, BIG), (), (BIG,))
-    assert whole.having(()).images == whole.images
+    assert whole.with_columns(()).images == whole.images
     assert whole.stand_in().images == ()
     assert Experience.from_rollouts(THREE).images == ()
     sent = pickle.dumps(whole)

@@ -3,8 +3,8 @@
 Every column has one of three axes: token (T), action (N: sampled tokens only) or sample (B);
 `select` keeps the three in step. Its cost is that of the samples it takes, whatever the batch
 holds: a share for one of many ranks is cut by slices of numpy arrays, which begin and end at
-offsets that are computed once a batch. What comes of the samples themselves, as their tokens, stays
-in pieces in the controller, which needs none of it, and is laid end to end in the shares.
+offsets that are computed once a batch. Columns that come with the samples, such as their tokens,
+stay in pieces in the controller, which reads none of them; a share has them laid end to end.
 """
 
 import warnings
@@ -45,7 +45,7 @@ class Experience(Batch):
     rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
     is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
     sample_indices: Tensor = field(metadata=SAMPLE)  # (B,) int64: in the rollout batch
-    # Of the others a share has those that its rank reads. None: not computed, not sent, in pieces.
+    # A share has the others that its rank reads. None: not computed, not sent, or in pieces.
     token_ids: Tensor | None = field(default=None, metadata=TOKEN)  # (T,) int32
     action_mask: Tensor | None = field(default=None, metadata=TOKEN)  # (T,) bool
     rollout_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,) float32
@@ -114,8 +114,8 @@ class Experience(Batch):
         """Return the offsets of samples along the ragged axes, B + 1 numbers each."""
         return {"token": offsets_of(self.seq_lengths), "action": offsets_of(self.num_actions)}
 
-    def having(self, columns: Collection[str]) -> "Experience":
-        """Return the samples with no more than `columns` beside what every share has."""
+    def with_columns(self, columns: Collection[str]) -> "Experience":
+        """Return the samples with these columns and those that every share has, without others."""
         kept = {"token_ids", "action_mask", *columns}
         left_out = [column.name for column in fields(self) if column.default is None]
         pieces = {name: column for name, column in self.pieces.items() if name in kept}
@@ -140,12 +140,13 @@ class Experience(Batch):
         return Experience(**columns, images=images)
 
     def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list["Experience"]]:
-        """Return the samples of shares that are balanced by tokens, and the shares, with no column
-        that a model computed: cut once for all models of as many ranks.
+        """Cut the samples into shares balanced by tokens, without columns that models computed;
+        return the indices of each share, and the shares. They are kept, for all models with as many
+        shares.
         """
         if num_shares not in self._forward_shares:
             parts = balanced_partitions(self.costs.tolist(), num_shares)
-            plain = self.having(())
+            plain = self.with_columns(())
             self._forward_shares[num_shares] = parts, [plain.select(part) for part in parts]
         return self._forward_shares[num_shares]
 

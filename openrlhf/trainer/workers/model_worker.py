@@ -244,7 +244,7 @@ class TrainedWorker(ModelWorker):
         except NumericsError as error:
             grad_norm, failure = math.nan, error
         if math.isfinite(grad_norm):
-            notes.take_in()
+            notes.keep_update()
             notes.metrics.add(f"{self.prefix}_grad_norm", grad_norm)
             notes.metrics.add(f"{self.prefix}_update_ratio", self.engine.update_ratio)
             self.after_step()
@@ -254,7 +254,7 @@ class TrainedWorker(ModelWorker):
         if failure is not None and not isinstance(failure, SkippedUpdate):
             raise NumericsError("; ".join([*problems[:1], str(failure)]))
         if not problems and failure is None:  # the loss scale of fp16 is looked for
-            notes.take_in()
+            notes.keep_update()
         return [*problems, str(failure or "")][0]
 
     def _cut(self, step: UpdateStep) -> list[tuple[Callable[..., Tensor], list[int]]]:
@@ -378,7 +378,9 @@ class TrainedWorker(ModelWorker):
         return all_or_none(lambda: self.load_own(Path(folder)))
 
     def take_own(self, folder: Path) -> Write:
-        """Write what is not the engine's, as JSON; return the function that writes the rest."""
+        """Write random numbers and weight version as JSON; return the function that writes what a
+        subclass has beside them.
+        """
         state = {"random": random_state(), "world_size": world_size()}
         state["num_threads"] = torch.get_num_threads()
         file = self._own_file(folder, self.rank)
@@ -386,7 +388,9 @@ class TrainedWorker(ModelWorker):
         return nothing
 
     def load_own(self, folder: Path) -> bool:
-        """Load it; on another number of ranks from the file of rank 0."""
+        """Load what `take_own` wrote; return True if the number of ranks is the same. With another
+        number the weight version comes from the file of rank 0, and random numbers start anew.
+        """
         state = json.loads(self._own_file(folder, 0).read_text())
         self.weight_version = state["weight_version"]
         has_same_ranks = bool(state["world_size"] == world_size())
@@ -407,13 +411,13 @@ class TrainedWorker(ModelWorker):
 
 
 class Notes:
-    """Collects metrics during the optimizer steps of a rank, and columns of the loss from the first
-    time it sees each sample.
+    """Collects the metrics of a rank's optimizer steps, and columns of the loss: for each sample
+    those of its first epoch.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.metrics = Metrics()  # of the updates that were made
-        self.of_update = Metrics()  # of the one that is made
+        self.of_update = Metrics()  # of the update under way
         self.num_updates = 0
         self.skip: Skip | None = None
         self.losses: list[tuple[Tensor, str]] = []  # of the step, and of what
@@ -427,8 +431,8 @@ class Notes:
             for name, parts in self.parts.items():
                 parts.append(columns[name].detach().float())
 
-    def take_in(self) -> None:
-        """Take in the metrics of an update that was made."""
+    def keep_update(self) -> None:
+        """Keep the metrics of the update under way: it was made."""
         self.metrics.merge(self.of_update)
         self._forget_update()
 
@@ -442,8 +446,8 @@ class Notes:
         self.losses.clear()
 
     def checked(self, loss: Tensor, what: str) -> Tensor:
-        """Return the loss; one that is not finite spoils the gradient: the update is then refused
-        on all ranks, which meet in it.
+        """Return the loss, or NaN if it is not finite: then the gradient of the step is not finite
+        on any rank, and all ranks skip the update.
         """
         self.losses.append((loss.detach(), what))
         return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)

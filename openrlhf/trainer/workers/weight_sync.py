@@ -47,14 +47,14 @@ class SyncFailure(NamedTuple):
 
 
 class WeightTransport:
-    """The trainer's side of a way to the engines: two buffers that tensors are packed into in turn.
+    """The trainer's side of a transport: tensors are packed into two buffers, which alternate.
 
-    A rank that nobody reads from packs nothing, but walks through the same buckets. Rank 0 tells
-    the engines. A way of its own says how to `connect`, what stands in a bucket for its readers
-    (`address`), and what is sent beside it (`start_sending`); BucketReader is its other side.
+    A rank that nobody reads from packs nothing, but walks through the same buckets. Rank 0 calls
+    the engines. A subclass says how to `connect`, how readers find the bytes of a bucket
+    (`address`), and what is sent besides (`start_sending`); BucketReader is the engine's side.
     """
 
-    is_opened = False  # True if readers open the buffers themselves
+    is_opened = False  # True if readers open the buffers by a handle
 
     def __init__(
         self,
@@ -67,9 +67,11 @@ class WeightTransport:
         wait_s: float = WAIT_S,
         num_bytes: int = 0,
     ) -> None:
-        """Connect to the engines; every rank calls. `num_engines`: these and those of the run that
-        are not up. `endpoint` gives the address at which a group with them meets, `wait_s` is for
-        an engine to take a bucket, `num_bytes` are those of all weights.
+        """Connect to the engines; every rank calls.
+
+        `num_engines` counts all engines of the run, also those that are not up. `endpoint` returns
+        the address at which a group with them meets. An engine may take `wait_s` seconds for a
+        bucket. `num_bytes` is the size of all weights.
         """
         self.engines, self.endpoint, self.wait_s = list(engines), endpoint, wait_s
         self.workers_per_engine = workers_per_engine
@@ -87,15 +89,15 @@ class WeightTransport:
         """Get ready to send; every rank calls."""
 
     def address(self, data: Tensor) -> dict[str, Any]:
-        """Return the address of a bucket's bytes, (n,) uint8, for engines; every rank calls."""
+        """Return the address at which engines find a bucket's bytes, (n,) uint8; all ranks call."""
         raise NotImplementedError
 
     def start_sending(self, data: Tensor) -> dict[int, Future[Any]]:
-        """Send what no address stands for; rank 0 calls."""
+        """Send bytes that no address leads to; rank 0 calls."""
         return {}
 
     def break_off(self, why: str) -> None:
-        """Have engines go on whose peers have failed."""
+        """Release engines that wait for a peer which has failed."""
 
     def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
         """Yield buckets of about `bucket_bytes` and their bytes; these are overwritten when the
