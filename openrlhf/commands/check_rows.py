@@ -182,6 +182,8 @@ async def _try_agent(config: GenerationRunConfig, inputs: RunInputs, gathered: G
 class _Given:
     """An engine whose responses are given."""
 
+    is_up, waits_for = True, None
+
     def __init__(self, completions: list[Completion]) -> None:
         self.completions = completions
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from openrlhf.errors import LostEngineError
+from openrlhf.errors import LostEngineError, LostRankError
 from openrlhf.utils.images import Picture
 
 Result = TypeVar("Result")
@@ -112,6 +112,9 @@ class WeightBucket:
 
 class RolloutEngine(Protocol):
     """An engine that samples and takes weights: VLLMEngine here, or one in another process."""
+
+    # While it is not up: the rank that has to start again before it can have weights.
+    waits_for: LostRankError | None
 
     @property
     def who(self) -> str:

@@ -22,6 +22,7 @@ from openrlhf.errors import (
     ConfigError,
     EngineError,
     LostEngineError,
+    LostRankError,
     MachineError,
     OpenRLHFError,
     WeightSyncError,
@@ -61,6 +62,7 @@ class VLLMEngine:
     """
 
     who = "the vLLM engine"
+    waits_for: LostRankError | None = None  # an engine of this process ends with the trainer
 
     def __init__(
         self, settings: Mapping[str, Any], processor: ImageProcessor | None = None

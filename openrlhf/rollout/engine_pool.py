@@ -5,13 +5,12 @@ one if that is lost; what it returns is checked and decoded.
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from openrlhf.engines.base import Completion, GenerationRequest
-from openrlhf.errors import EngineError, LostEngineError
+from openrlhf.errors import EngineError, LostEngineError, LostRankError
 from openrlhf.rollout.rollout import RolloutRequest
 from openrlhf.utils.rollout import Rollout, checked_arrays, sequence_tensors
 from openrlhf.utils.threads import LoopThread
@@ -27,17 +26,24 @@ Completions = list[Completion]
 class Sampler(Protocol):
     """One engine: vLLM in this process or in an actor, or a model that generates in batches."""
 
+    # While it is not up: the rank that has to start again before it can have weights.
+    waits_for: LostRankError | None
+
+    @property
+    def is_up(self) -> bool:
+        """Return False while a new engine is started in its place; raise if none could be."""
+
     async def sample(self, request: GenerationRequest) -> Completions:
         """Return the completions of a request; raises EngineError, LostEngineError if another
-        engine may have them: then `is_up` tells when this one may be asked again.
+        engine can sample them. After that `is_up` says when this one samples again.
 
         Cancelling it stops the sampling, and ends when the engine has stopped.
         """
 
 
 class Dispatcher:
-    """Engines of which each request takes the one with the least to do. What a lost one had is
-    sampled anew: its tokens are gone with it.
+    """Sends each request to the engine with the least to do. Requests of an engine that is lost are
+    sampled anew by another one: their tokens are gone with it.
     """
 
     def __init__(self, samplers: Sequence[Sampler]) -> None:
@@ -56,20 +62,16 @@ class Dispatcher:
             except LostEngineError:
                 self._lost.add(k)
 
-    def at(self, home: int) -> Sampler:
-        """Return a sampler that asks the engine `home` while that is up."""
-        return _AtHome(self, home)
-
     async def _choose(self, home: int | None) -> int:
         while not (up := [k for k in range(len(self.samplers)) if self._is_up(k)]):
             for sampler in self.samplers:  # its weights come from a trainer that has lost a rank
-                if sampler.waits_for is not None:  # type: ignore[attr-defined]
-                    raise sampler.waits_for  # type: ignore[attr-defined]
+                if sampler.waits_for is not None:
+                    raise sampler.waits_for
             await asyncio.sleep(LOOK_EVERY_S)
         return home if home in up else min(up, key=self._loads.__getitem__)
 
     def _is_up(self, k: int) -> bool:
-        if k in self._lost and self.samplers[k].is_up:  # type: ignore[attr-defined]
+        if k in self._lost and self.samplers[k].is_up:
             self._lost.remove(k)
         return k not in self._lost
 
@@ -86,15 +88,6 @@ class Dispatcher:
                 work.cancel()
                 await asyncio.wait([work])
             self._loads[k] -= request.sampling.num_samples
-
-
-@dataclass(frozen=True)
-class _AtHome:
-    dispatcher: Dispatcher
-    home: int
-
-    async def sample(self, request: GenerationRequest) -> Completions:
-        return await self.dispatcher.sample(request, home=self.home)
 
 
 class EnginePool:
@@ -166,6 +159,9 @@ def _versions_of(completion: Completion) -> torch.Tensor:
 
 class BatchSampler:
     """A model that samples whole batches: while one is sampled, the next is gathered."""
+
+    is_up = True  # it ends with this process
+    waits_for: LostRankError | None = None
 
     def __init__(
         self, generate: Callable[[Sequence[GenerationRequest]], list[Completions]]

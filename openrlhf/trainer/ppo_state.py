@@ -109,7 +109,7 @@ class RunState:
         return plain | {"sampler": self.sampler.state_dict(), "unlogged": unlogged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken; without "sampler" the prompts stay as they are."""
+        """Go on from where `state_dict` was taken; without "sampler" prompts stay as they are."""
         for name in PLAIN:
             setattr(self, name, state[name])
         if self.kl.target is None:  # a fixed one is what this command says

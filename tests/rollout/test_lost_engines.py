@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -127,13 +128,13 @@ def test_an_engine_of_this_process_that_has_failed_is_not_asked_for_ever() -> No
 def test_turns_of_an_agent_stay_with_its_engine_while_that_is_up() -> None:
     async def run() -> None:
         engines = [Engine(), Engine()]
-        second = Dispatcher(engines).at(1)
+        second = partial(Dispatcher(engines).sample, home=1)
         for _ in range(3):
-            await second.sample(asked("short"))
+            await second(asked("short"))
         engines[1].lose()
-        await second.sample(asked("short"))
+        await second(asked("short"))
         engines[1].is_lost = False
-        await second.sample(asked("short"))
+        await second(asked("short"))
         assert [engine.num_taken for engine in engines] == [1, 5]
 
     asyncio.run(run())

@@ -9,10 +9,11 @@ import asyncio
 import itertools
 import math
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -42,6 +43,7 @@ multiprocessing.get_context(START_METHOD).set_forkserver_preload(
     ["openrlhf.rollout.agents.worker", "transformers"]
 )
 
+AskEngine = Callable[[GenerationRequest], Coroutine[Any, Any, list[Completion]]]
 REQUEST, RESULT = TypeAdapter(GenerationRequest), TypeAdapter(EpisodeResult)
 
 
@@ -92,9 +94,9 @@ def _decoded(data: bytes) -> Picture:
 class AgentWorker:
     """Runs episodes in one process at a time, on one engine, whose cache knows their past turns."""
 
-    def __init__(self, setup: AgentSetup, sampler: Sampler) -> None:
+    def __init__(self, setup: AgentSetup, ask_engine: AskEngine) -> None:
         self.setup = setup
-        self.sampler = sampler
+        self.ask_engine = ask_engine
         self.num_episodes = 0  # that it was given and has not ended
         self._room = asyncio.Semaphore(setup.num_tasks)
         self._starting = asyncio.Lock()
@@ -173,7 +175,7 @@ class AgentWorker:
             raise AgentError(f"no request: {error.errors()[0]}", "bad_answer") from error
         ids, sent = request.prompt_token_ids, request.images
         request = replace(request, images=checked_images(ids, sent, self.setup, "no request"))
-        turn = asyncio.ensure_future(self.sampler.sample(request))
+        turn = asyncio.ensure_future(self.ask_engine(request))
         self._turns[turn] = sample_id
         try:
             return (await turn)[0]
@@ -201,8 +203,8 @@ class AgentEpisodes:
         self.tokenizer = setup.tokenizer
         self.policy = policy
         self.may_mix = setup.may_mix
-        engines = Dispatcher(samplers)
-        self.workers = [AgentWorker(setup, engines.at(k)) for k in range(len(samplers))]
+        sample = Dispatcher(samplers).sample
+        self.workers = [AgentWorker(setup, partial(sample, home=k)) for k in range(len(samplers))]
 
     async def start(self) -> None:
         """Start the workers; raises ConfigError for a file that cannot act."""
