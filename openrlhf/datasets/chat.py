@@ -130,7 +130,7 @@ def spelled_messages(value: object) -> object:
     return found if is_list else value
 
 
-def history_messages(value: object, *, reads_pictures: bool = False) -> list[Message]:
+def history_messages(value: object, *, reads_pictures: bool) -> list[Message]:
     """Return the messages of a column `history`: pairs of question and answer, or messages; with
     PICTURE for a picture where they are read.
     """
@@ -442,7 +442,7 @@ def _from_json(text: str, name: str) -> Any:
         raise RowError(f"{name} is no JSON: {error}") from error
 
 
-def _to_message(item: object, unread: set[str], *, reads_pictures: bool = False) -> Message:
+def _to_message(item: object, unread: set[str], *, reads_pictures: bool) -> Message:
     if not isinstance(item, Mapping):
         raise RowError(f"a message is {type(item).__name__}, not an object with role and content")
     name = item.get("role") or item.get("from")  # a table gives every row both, one of them null

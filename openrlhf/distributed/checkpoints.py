@@ -270,7 +270,6 @@ class RunCheckpoints:
         self,
         config: CheckpointConfig,
         data: DataIdentity,
-        saved: Saved | None = None,
         settings: Mapping[str, Any] | None = None,  # of this start, for the next one
     ) -> None:
         self.config = config
@@ -278,7 +277,7 @@ class RunCheckpoints:
             Path(config.path), max_num=config.max_num, max_gib=config.max_mem
         )
         self.data = data
-        self.saved = saved
+        self.saved: Saved | None = None  # what the run goes on from; `find_saved` finds it
         self.settings = settings or {}
         self.limit_s = PATIENCE * RANK_TIMEOUT_S  # until a save that goes on has failed
         self.num_failed = 0  # saves in a row

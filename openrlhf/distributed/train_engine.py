@@ -166,7 +166,7 @@ class TrainEngine:
         *,
         max_norm: float,
         device: torch.device,
-        use_universal_ckpt: bool = False,
+        use_universal_ckpt: bool,
     ) -> None:
         self.engine = engine
         self.schedule = schedule

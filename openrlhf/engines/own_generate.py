@@ -184,8 +184,8 @@ def sample_rows(
     model: Any,
     rows: Sequence[GenerationRequest],
     weight_version: int,
-    tokenizer: Tokenizer | None = None,
-    processor: ImageProcessor | None = None,
+    tokenizer: Tokenizer | None,
+    processor: ImageProcessor | None,
 ) -> list[Completion]:
     """Return the completion of every row; they run until the last one stops."""
     sampling, prompts = rows[0].sampling, [list(row.prompt_token_ids) for row in rows]

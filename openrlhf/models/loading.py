@@ -514,7 +514,7 @@ def say_padded(command: CommandConfig, paths: Iterable[str]) -> None:
 
 
 def merge_adapter(
-    base_path: str, adapter_path: str, command: CommandConfig = DEFAULTS, *, is_rm: bool = False
+    base_path: str, adapter_path: str, command: CommandConfig, *, is_rm: bool
 ) -> PreTrainedModel:
     """Return the base with the adapter's weights added, as a plain Hugging Face model.
 

@@ -463,7 +463,7 @@ def add_means(metrics: Metrics, values: Mapping[str, Tensor]) -> None:
             metrics.add(name, values_N.detach().float().mean(), weight=len(values_N))
 
 
-def check_same_tokens(own: Tokenizer, path: str, flag: str, *, remote_code: bool = False) -> None:
+def check_same_tokens(own: Tokenizer, path: str, flag: str, *, remote_code: bool) -> None:
     """Raise ConfigError unless the model at `path`, named by `flag`, has the tokens of `own`."""
     tokens = own.get_vocab()
     others = load_tokenizer(path, trust_remote_code=remote_code).get_vocab()

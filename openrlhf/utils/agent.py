@@ -33,7 +33,7 @@ class AgentError(RewardError):
 
     kind = "exception"
 
-    def __init__(self, message: str = "", kind: str | None = None) -> None:
+    def __init__(self, message: str, kind: str | None = None) -> None:
         super().__init__(message)
         self.kind = kind or self.kind
 

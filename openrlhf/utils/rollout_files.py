@@ -14,7 +14,7 @@ STEPS_PER_CLEANING = 50  # it reads a column of all files
 TextsOf = Callable[[Sequence[int]], Sequence[str]]  # of tokens
 
 
-def rollout_row(rollout: Rollout, processor: ImageProcessor | None = None) -> dict[str, object]:
+def rollout_row(rollout: Rollout, processor: ImageProcessor | None) -> dict[str, object]:
     """Return a sample as a row of a file of rollouts; lists have a value for each token of the
     whole sequence, or for each sampled one. `images` names files in the folder of images, and the
     place of their tokens, from the first placeholder to the last.

@@ -92,7 +92,8 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
         config = PPOConfig.model_validate(
             {"ckpt": {"save_steps": 1, "path": str(tmp_path), "best_metric_key": "none"}}
         )
-        trainer.state.opened = RunCheckpoints(config.ckpt, DataIdentity("f", 24), store.latest())
+        trainer.state.opened = RunCheckpoints(config.ckpt, DataIdentity("f", 24))
+        trainer.state.opened.saved = store.latest()
         return trainer.state
 
     trainer = make_trainer(World(train_error_at=2, train_s=0.02), num_prompts=24)

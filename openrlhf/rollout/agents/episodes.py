@@ -336,7 +336,7 @@ def agent_setup(
     tokenizer: Tokenizer,
     *,
     vocab_size: int,
-    image_processor: ImageProcessor | None = None,
+    image_processor: ImageProcessor | None,
 ) -> AgentSetup:
     """Return the settings of the agents of a run."""
     return AgentSetup(

@@ -396,7 +396,7 @@ def sent_image(value: object) -> Picture:
     return read_image(value, allow_paths=False)
 
 
-def checked_messages(messages: object, *, reads_images: bool = False) -> list[Message]:
+def checked_messages(messages: object, *, reads_images: bool) -> list[Message]:
     """Return messages with known roles and text; raises BadAnswerError naming the bad one."""
     if not isinstance(messages, list) or not messages:
         raise BadAnswerError("messages is not a list with at least one message")

@@ -68,9 +68,7 @@ class UpdateShare(Sequence[UpdateStep]):
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[k] for k in range(len(self))[index]]
+    def __getitem__(self, index: int) -> UpdateStep:  # type: ignore[override]
         samples, others = self.steps[index]
         return UpdateStep(self.experience.select(samples), **others)
 
