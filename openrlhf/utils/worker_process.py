@@ -35,10 +35,10 @@ MAX_BYTES = 2**28  # of a message of a worker
 START_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as loading a model
 LATE_SIGNAL = signal.SIGUSR1  # to a worker at its limit, which then says where it is
 LAST_WORDS_S = 1.0  # for that, and from the end of a worker to the end of what it sent
-READ_S = 0.1  # for an answer that has come while this loop was held
+READ_S = 0.1  # for a response that has come while this loop was held
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes
 
-Message = tuple[str, int, Any]  # kind, number of the call, arguments or answer or error
+Message = tuple[str, int, Any]  # kind, number of the call, arguments or result or error
 Serve = Callable[..., Coroutine[Any, Any, Any]] | None  # None: calls end the other process
 _STARTING = threading.Lock()
 
@@ -46,7 +46,7 @@ _STARTING = threading.Lock()
 class Channel:
     """One end of the socket between both processes; used on one event loop.
 
-    A message is a "call", the "cancel" of a call, or its "answer" or "error".
+    A message is a "call", the "cancel" of a call, or its "result" or "error".
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Channel:
         self._token, self._serve = token.encode(), serve
         self._encode, self._decode = encode, decode
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[Any]] = {}  # of calls to the other end
+        self._pending: dict[int, asyncio.Future[Any]] = {}  # of calls to the other end
         self._served: dict[int, asyncio.Future[Any]] = {}  # calls of the other end
 
     async def open(self, connection: socket.socket) -> None:
-        """Get ready to call; `listen` takes the answers."""
+        """Get ready to call; `listen` takes the responses."""
         self._reader, self._writer = await asyncio.open_unix_connection(
             sock=connection, limit=MAX_BYTES
         )
@@ -72,18 +72,18 @@ class Channel:
         if self._writer.is_closing():
             raise ConnectionError
         number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        response = self._pending[number] = asyncio.get_running_loop().create_future()
         self._send("call", number, arguments)
         try:
-            return await answer
+            return await response
         finally:
-            del self._answers[number]
-            if answer.cancelled():
+            del self._pending[number]
+            if response.cancelled():
                 self._send("cancel", number, None)
 
     async def listen(self) -> None:
-        """Serve calls and take answers until the other end closes, or what it sends with the token
-        is no message; then end what is under way.
+        """Serve calls and take responses until the other end closes, or sends with the token what is no
+        message; then end what is under way.
         """
         try:
             with suppress(ConnectionError, asyncio.IncompleteReadError):  # the process was killed
@@ -97,25 +97,25 @@ class Channel:
             self._writer.close()
             for task in self._served.values():
                 task.cancel()
-            for answer in self._answers.values():
-                if not answer.done():
-                    answer.set_exception(ConnectionError())
+            for response in self._pending.values():
+                if not response.done():
+                    response.set_exception(ConnectionError())
 
     def _take(self, kind: str, number: int, value: Any) -> None:
         if kind == "call":
             assert self._serve is not None, "there is nothing to call"
             task = self._served[number] = asyncio.ensure_future(self._serve(*value))
-            task.add_done_callback(partial(self._answer, number))
+            task.add_done_callback(partial(self._respond, number))
         elif kind == "cancel" and number in self._served:
             self._served[number].cancel()
-        elif number in self._answers and not (answer := self._answers[number]).done():
-            (answer.set_exception if kind == "error" else answer.set_result)(value)
+        elif number in self._pending and not (response := self._pending[number]).done():
+            (response.set_exception if kind == "error" else response.set_result)(value)
 
-    def _answer(self, number: int, task: asyncio.Future[Any]) -> None:
+    def _respond(self, number: int, task: asyncio.Future[Any]) -> None:
         self._served.pop(number, None)
         error = AgentError("the episode has ended") if task.cancelled() else task.exception()
         if error is None:
-            self._send("answer", number, task.result())
+            self._send("result", number, task.result())
         elif isinstance(error, (ConfigError, EngineError, RewardError)):
             self._send("error", number, error)
         else:
@@ -177,7 +177,7 @@ class WorkerProcess:
         hint: str = "",
     ) -> "WorkerProcess":
         """Start a process that runs `target(connection, token, path, *arguments)`, which calls
-        `attend`, and have it answer "start"; raise ConfigError, with `hint`, if it does not.
+        `attend`, and call "start" there; raise ConfigError, with `hint`, if that fails.
 
         `path` is that of the user's file. `serve` is given the arguments of each call of the
         process, which without it is ended for one. `method` is one of multiprocessing.
@@ -206,22 +206,22 @@ class WorkerProcess:
         TimeoutError when it was ended at a limit, of this call or another. Cancelling this cancels
         the work of the worker.
         """
-        answer = asyncio.ensure_future(self._channel.call(*arguments))
+        response = asyncio.ensure_future(self._channel.call(*arguments))
         try:
             for limit_s in (timeout_s, READ_S):
-                await asyncio.wait({answer}, timeout=limit_s)
-            if not answer.done():
+                await asyncio.wait({response}, timeout=limit_s)
+            if not response.done():
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, LATE_SIGNAL)
-                await asyncio.wait({answer}, timeout=LAST_WORDS_S)
-            if not answer.done():
+                await asyncio.wait({response}, timeout=LAST_WORDS_S)
+            if not response.done():
                 self.kill(TimeoutError(f"did not end in {timeout_s:g} s"))
-            return await answer
+            return await response
         except ConnectionError as error:
             await asyncio.shield(self.ended)
             raise self._end_error or error from None
         finally:
-            answer.cancel()
+            response.cancel()
 
     @property
     def is_stopped(self) -> bool:

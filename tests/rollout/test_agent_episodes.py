@@ -134,7 +134,7 @@ def write_to_all(data):
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 os.write(number, data)
 
-packed = pickle.dumps(("answer", 0, Payload()))
+packed = pickle.dumps(("result", 0, Payload()))
 """
 
 
@@ -142,7 +142,7 @@ packed = pickle.dumps(("answer", 0, Payload()))
     "data",
     [
         "len(packed).to_bytes(4, 'big') + packed",
-        """b'{"kind": "answer", '""",
+        """b'{"kind": "result", '""",
         "b'\\xff' * 4",
     ],
     ids=["a pickle", "half a message", "the length of a long one"],

@@ -29,7 +29,7 @@ def send(connection: socket.socket, token: str, path: str, sent: bytes) -> None:
 def test_a_worker_that_sends_no_json_is_ended_and_nothing_is_unpickled(tmp_path):
     made = tmp_path / "made"
     packed, nested = pickle.dumps(Payload(made)), b"[" * 100_000
-    messages = (packed, b'["answer", 0', b'["error", 0, {"name": []}]', b"7", nested)
+    messages = (packed, b'["result", 0', b'["error", 0, {"name": []}]', b"7", nested)
     for sent in [*(b"%d\n%s" % (len(data), data) for data in messages), b"999999999\n", b"x\n"]:
 
         async def start(sent: bytes = sent) -> None:
