@@ -310,14 +310,14 @@ class Checkpointer:
         is_asked, is_written = any(asked for asked, _ in ranks), all(over for _, over in ranks)
         is_due = opened.is_due(self, is_last=is_last)
         if is_due or is_written:
-            self.say_saved(opened.ended())
+            self.call_on_save(opened.wait_for_save())
         if is_due:
             opened.save(self)
         if is_last or is_asked:
-            self.say_saved(opened.ended())
+            self.call_on_save(opened.wait_for_save())
         if is_asked and not is_last:
             saved, outcome = opened.save_last(self)
-            self.say_saved(saved)
+            self.call_on_save(saved)
             self.trainer.tracker.close()
             raise stopping.Interrupted(outcome)
 
@@ -339,7 +339,7 @@ class Checkpointer:
         if self.checkpoints.save_best(step, self.trainer.export) and is_main():
             notice(f"best so far: step {step}")
 
-    def say_saved(self, saved: tuple[int, Path] | None) -> None:
+    def call_on_save(self, saved: tuple[int, Path] | None) -> None:
         """Tell the callbacks of a checkpoint, if there is one."""
         for callback in self.trainer.callbacks if saved else ():
             callback.on_save(self.trainer, *saved)

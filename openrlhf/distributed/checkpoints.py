@@ -410,8 +410,8 @@ class RunCheckpoints:
             )
 
     def save(self, run: Resumable) -> None:
-        """Copy what the config says, and have a thread write and commit it: see `ended`, which all
-        ranks call before. A save fails while one before it, of which a disk takes no more, goes on.
+        """Copy what the config asks for; a thread writes and commits the copy. All ranks call, and
+        `wait_for_save` before. A save fails while the one before it is still being written.
         """
         if (before := self.under_way) is not None:
             why = CheckpointError(f"that of step {before.step} is still being written.")
@@ -474,7 +474,7 @@ class RunCheckpoints:
         """Return True where this rank need not wait for a save."""
         return self.under_way is None or self.under_way.is_over
 
-    def ended(self) -> tuple[int, Path] | None:
+    def wait_for_save(self) -> tuple[int, Path] | None:
         """Wait for the save under way; return its step and folder, None where there is none or it
         failed, as one does that is waited for too long. All ranks call, main threads alone.
 
@@ -565,7 +565,8 @@ class RunCheckpoints:
 
     def save_last(self, run: Resumable) -> tuple[tuple[int, Path] | None, str]:
         """Save a run that was asked to stop, even if it keeps no checkpoints, once the save under
-        way has ended. Return what `ended` does, and what became of the run and how to go on.
+        way has ended. Return what `wait_for_save` does, and a text: the state of the run, and how
+        to go on.
         """
         config, done = self.config, f"step {run.global_step} is done"
         if run.global_step == 0:
@@ -580,7 +581,7 @@ class RunCheckpoints:
         saved = None
         if not self.holds(run):
             self.save(run)
-            saved = self.ended()
+            saved = self.wait_for_save()
             if saved is None:
                 how = stopping.NOTHING_SAVED if self.last_step is None else self._to_go_on()
                 return None, f"{done}, it could not be saved. {self.last_in_words} {how}"

@@ -147,8 +147,8 @@ def _held(factor: Callable[[int], float], last: int, num_done: int) -> float:
 def resume_schedule(
     schedule: LambdaLR, state: dict[str, Any], *, has_own_rate: bool = False
 ) -> None:
-    """Take up where `state_dict` was taken, at the peak rate of then, or its own; shape and length
-    are this schedule's own.
+    """Go on from where `state_dict` was taken, at the peak rate of that schedule unless this one
+    `has_own_rate`; shape and length are those of this schedule.
     """
     schedule.load_state_dict(state | ({"base_lrs": schedule.base_lrs} if has_own_rate else {}))
     groups = schedule.optimizer.param_groups
@@ -176,7 +176,7 @@ class TrainEngine:
         self.use_universal_ckpt = use_universal_ckpt
         self.num_skipped_updates = 0  # in a row
         # Under ZeRO-0 every rank holds all, and the first of them copies.
-        self._copies = self.zero_stage > 0 or _place(engine)[1] == 0
+        self._copies = self.zero_stage > 0 or _tp_and_dp_rank(engine)[1] == 0
         self._sharing = collectives.ranks_on_node(is_counted=self._copies)  # the host memory
         self.update_ratio = 0.0  # norm of the last update by that of the weights, of this rank
         self._max_norm = max_norm
@@ -290,7 +290,7 @@ class TrainEngine:
             folders.write_json(folder / ENGINE, _description_of(self.engine) | own)
         if not self._copies:
             return folders.nothing
-        tp_rank, dp_rank = _place(self.engine)
+        tp_rank, dp_rank = _tp_and_dp_rank(self.engine)
         content = _content(self.engine, has_optimizer=has_optimizer)
         file = folder / f"tp{tp_rank}-dp{dp_rank}.pt"
         is_first = self._sharing[0] == collectives.rank()
@@ -316,9 +316,8 @@ class TrainEngine:
         return torch.float32.itemsize * numel * max(1, self.engine.autotp_size())
 
     def load_states(self, folder: Path, *, has_own_rate: bool = False) -> None:
-        """Take up weights, optimizer and schedule from `folder`, the learning rate too unless this
-        engine `has_own_rate`; all ranks call. If one finds a reason to refuse, all raise
-        CheckpointError.
+        """Load weights, optimizer and schedule from `folder`, and the learning rate unless this
+        engine `has_own_rate`; all ranks call, all or none raise CheckpointError.
         """
         engine, is_universal = self.engine, self.use_universal_ckpt
         saved = collectives.all_or_none(
@@ -327,7 +326,7 @@ class TrainEngine:
         zero = engine.optimizer
         if self.zero_stage == 3:
             zero.checkpoint_event_prologue()  # splits the parameters that are kept whole
-        collectives.all_or_none(lambda: _take_up(engine, folder))
+        collectives.all_or_none(lambda: _load_parts(engine, folder))
         if self.zero_stage > 0:
             vars(zero.loss_scaler).update(saved["loss_scaler"])
         if self.zero_stage in (1, 2):
@@ -424,9 +423,9 @@ def _content(engine: "DeepSpeedEngine", *, has_optimizer: bool) -> dict[str, dic
 
 
 @torch.no_grad()
-def _take_up(engine: "DeepSpeedEngine", folder: Path) -> None:
+def _load_parts(engine: "DeepSpeedEngine", folder: Path) -> None:
     """Fill the tensors that the optimizer knows from the parts that any ranks wrote."""
-    tp_rank, _ = _place(engine)
+    tp_rank, _ = _tp_and_dp_rank(engine)
     files = [_read(path) for path in sorted(folder.glob(f"tp{tp_rank}-dp*.pt"))]
     states = engine.basic_optimizer.state
     states.clear()
@@ -510,8 +509,10 @@ def _trained(engine: "DeepSpeedEngine") -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
 
 
-def _place(engine: "DeepSpeedEngine") -> tuple[int, int]:
-    """Return the slice of weights that this rank holds, and its number among those that hold it."""
+def _tp_and_dp_rank(engine: "DeepSpeedEngine") -> tuple[int, int]:
+    """Return the rank's tensor-parallel and data-parallel rank: which slice of the weights it
+    holds, and its number among those that hold the same slice.
+    """
     dp_rank, tp_rank = divmod(collectives.rank(), max(1, engine.autotp_size()))
     return tp_rank, dp_rank
 

@@ -33,7 +33,7 @@ def hf_model_of(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
+def whole_parameters(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Make these parameters whole on every rank during the block."""
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
         with import_deepspeed().zero.GatheredParameters(list(parameters)):
@@ -70,7 +70,7 @@ def exported_parameters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return
     for name, parameter in hf_model.named_parameters():
         if parameter.requires_grad:
-            with gathered([parameter]):
+            with whole_parameters([parameter]):
                 yield name, parameter.data
 
 
@@ -106,10 +106,12 @@ def as_stored(
 def _tensors(model: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     if hasattr(model, "get_delta_weight") and hasattr(model, "base_layer"):
         bias = getattr(model.base_layer, "bias", None)
-        with gathered([parameter for parameter in model.parameters() if parameter is not bias]):
+        with whole_parameters(
+            [parameter for parameter in model.parameters() if parameter is not bias]
+        ):
             yield f"{prefix}weight", _merged_weight(model)
         if bias is not None:
-            with gathered([bias]):
+            with whole_parameters([bias]):
                 yield f"{prefix}bias", bias.data
         return
     if hasattr(model, "modules_to_save") and hasattr(model, "original_module"):
@@ -121,7 +123,7 @@ def _tensors(model: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[st
     for name, tensor in (*model.named_parameters(recurse=False), *stored):
         if id(tensor) not in seen:  # tied weights are written once
             seen.add(id(tensor))
-            with gathered([tensor]):
+            with whole_parameters([tensor]):
                 yield f"{prefix}{name}", tensor.data
     for name, child in model.named_children():
         yield from _tensors(child, f"{prefix}{name}.", seen)

@@ -19,7 +19,7 @@ from openrlhf.config.supervised import KDConfig
 from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.weights import gathered, hf_model_of
+from openrlhf.distributed.weights import hf_model_of, whole_parameters
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
@@ -210,7 +210,7 @@ class KDTrainer(SFTTrainer):
         hidden_NK = self.teacher(batch)
         teacher = self.teacher.module
         # Under ZeRO-3 the teacher's head is whole in its own forward only.
-        with gathered(list(teacher.head.parameters())):
+        with whole_parameters(list(teacher.head.parameters())):
             loss, logprobs_N, divergence_N, aux_loss_B = self.engine(
                 batch, as_head(teacher.head, hidden_NK)
             )

@@ -150,7 +150,7 @@ class PPOTrainer:
                     raise
                 if stopping.is_asked():  # it would be started again for nothing
                     with suppress(LostRankError, CheckpointError):
-                        self.end_save()
+                        self.wait_for_save()
                     raise stopping.Interrupted(self.state.opened.how_to_go_on()) from error
                 self.note_death(error)
                 why = error
@@ -232,7 +232,7 @@ class PPOTrainer:
         """
         lost_at, failed = time.monotonic(), None
         try:
-            self.end_save()  # one under way is whole, or lost with the rank
+            self.wait_for_save()  # one under way is whole, or lost with the rank
         except LostRankError:
             pass
         except CheckpointError as error:  # one too many: the model is exported by the new ranks
@@ -353,10 +353,10 @@ class PPOTrainer:
         self.phases.engines.clear()
         for role in self.groups.keys() - self.state.groups.keys():
             self.groups[role].close()  # one that starts again may hold the devices
-        self.end_save()
+        self.wait_for_save()
         with self.phases.training():
             saved, outcome = self.state.opened.save_last(self.state)
-        self.say_saved(saved)
+        self.call_on_save(saved)
         self.tracker.close()
         raise stopping.Interrupted(outcome)
 
@@ -531,21 +531,21 @@ class PPOTrainer:
         """Begin to save a checkpoint every `--save_steps`; save one of the end."""
         opened = self.state.opened
         if is_last or opened.is_written:
-            self.end_save()
+            self.wait_for_save()
         if opened.is_due(self.state, is_last=is_last):
-            self.end_save()
+            self.wait_for_save()
             with self.phases.training():
                 opened.save(self.state)
             if self.phases.needs_weights:
                 self.broadcast_to_vllm()
         if is_last:
-            self.end_save()
+            self.wait_for_save()
 
-    def end_save(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for a save under way, and tell the callbacks of the checkpoint."""
-        self.say_saved(self.state.opened.ended())
+        self.call_on_save(self.state.opened.wait_for_save())
 
-    def say_saved(self, saved: tuple[int, Path] | None) -> None:
+    def call_on_save(self, saved: tuple[int, Path] | None) -> None:
         """Tell the callbacks of a checkpoint, if there is one."""
         for callback in self.callbacks if saved else ():
             callback.on_save(self, *saved)

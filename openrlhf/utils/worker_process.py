@@ -82,8 +82,8 @@ class Channel:
                 self._send("cancel", number, None)
 
     async def listen(self) -> None:
-        """Serve calls and take responses until the other end closes, or sends with the token what is no
-        message; then end what is under way.
+        """Serve calls and take responses until the other end closes, or sends something with the
+        token that is no message; then end what is under way.
         """
         try:
             with suppress(ConnectionError, asyncio.IncompleteReadError):  # the process was killed

@@ -156,7 +156,7 @@ def test_a_run_may_keep_models_alone(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(config, DataIdentity("x", 1))
     for step in (1, 2):
         checkpoints.save(SimpleNamespace(global_step=step, state_dict=dict, export=fill))
-        assert checkpoints.ended() == (step, tmp_path / f"global_step{step}_hf")
+        assert checkpoints.wait_for_save() == (step, tmp_path / f"global_step{step}_hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2_hf"]
 
 
@@ -190,9 +190,9 @@ def test_a_save_goes_on_beside_the_run_and_counts_once_it_is_whole(tmp_path: Pat
     assert checkpoints.store.steps() == [] and checkpoints.last() is None
     run.global_step = 2  # its state is that of step 1 all the same
     may_end.set()
-    assert checkpoints.ended() == (1, tmp_path / "global_step1")
+    assert checkpoints.wait_for_save() == (1, tmp_path / "global_step1")
     assert checkpoints.last().state["run"] == {"step": 1}
-    assert checkpoints.ended() is None and checkpoints.is_written
+    assert checkpoints.wait_for_save() is None and checkpoints.is_written
 
 
 def test_a_save_under_way_is_waited_for_where_an_error_ends_the_run(tmp_path: Path) -> None:
@@ -208,12 +208,12 @@ def test_a_save_under_way_is_waited_for_where_an_error_ends_the_run(tmp_path: Pa
             raise error
 
     break_down(1, ValueError("a bug"))
-    assert checkpoints.store.steps() == [1] and checkpoints.ended()
+    assert checkpoints.store.steps() == [1] and checkpoints.wait_for_save()
     break_down(2, EngineError("an engine is lost: the ranks, and what they write, are well"))
-    assert checkpoints.store.steps() == [1, 2] and checkpoints.ended()
+    assert checkpoints.store.steps() == [1, 2] and checkpoints.wait_for_save()
     break_down(3, LostRankError("a rank is lost, and may be in the save"))
     assert checkpoints.store.steps() == [1, 2]
-    assert checkpoints.ended() is None  # nor does it count once the run has ended
+    assert checkpoints.wait_for_save() is None  # nor does it count once the run has ended
     assert checkpoints.store.steps() == [1, 2]
 
 
@@ -238,13 +238,13 @@ def test_any_error_behind_a_save_is_a_failed_save(
 ) -> None:
     checkpoints = saver(tmp_path)
     checkpoints.save(Run(1, fill))
-    assert checkpoints.ended()
+    assert checkpoints.wait_for_save()
 
     def write(folder: Path) -> None:
         raise error
 
     checkpoints.save(Run(2, write))
-    assert checkpoints.ended() is None
+    assert checkpoints.wait_for_save() is None
     said = " ".join(capsys.readouterr().err.split())
     what = f"[Errno 28] {error.args[1]}" if len(error.args) == 2 else "KeyError('exp_avg')"
     assert said == (
@@ -266,7 +266,7 @@ def test_a_save_that_does_not_end_is_named_and_has_failed_but_may_end_yet(
         assert may_end.wait(20)  # the disk takes no more
 
     checkpoints.save(Run(1, write))
-    assert checkpoints.ended() is None
+    assert checkpoints.wait_for_save() is None
     said = " ".join(capsys.readouterr().err.split())
     what = f"the checkpoint of step 1, which is being written to {tmp_path}"
     assert f"warning: waited 0 s for {what}" in said
@@ -275,7 +275,7 @@ def test_a_save_that_does_not_end_is_named_and_has_failed_but_may_end_yet(
     checkpoints.save(Run(2, fill))  # not beside it
     may_end.set()
     wait_until(lambda: checkpoints.is_written)
-    assert checkpoints.ended() == (1, tmp_path / "global_step1")
+    assert checkpoints.wait_for_save() == (1, tmp_path / "global_step1")
     assert checkpoints.num_failed == 0 and checkpoints.store.steps() == [1]
 
 
@@ -285,11 +285,13 @@ def test_a_disk_that_takes_no_more_is_waited_for_once_and_ends_the_run(tmp_path:
     with pytest.raises(CheckpointError, match="failure 3 in a row"), checkpoints.finishing():
         checkpoints.save(Run(1, lambda folder: may_end.wait(20)))
         thread = checkpoints.under_way.thread
-        assert checkpoints.ended() is None and checkpoints.ended() is None  # counted once
+        assert (
+            checkpoints.wait_for_save() is None and checkpoints.wait_for_save() is None
+        )  # counted once
         checkpoints.limit_s = 3600
         for step in (2, 3):
             checkpoints.save(Run(step, fill))
-            assert checkpoints.ended() is None
+            assert checkpoints.wait_for_save() is None
     may_end.set()  # what is written behind the end does not count
     thread.join(20)
     assert not thread.is_alive() and not list(tmp_path.iterdir())
@@ -307,11 +309,13 @@ def test_a_late_save_that_the_best_model_met_first_is_counted_and_named(
         raise ValueError("a bug")
     named = "checkpoint of step 1 was not saved: it was not written in 0.1 s"
     assert named in " ".join(capsys.readouterr().err.split())
-    assert checkpoints.ended() is None and checkpoints.num_failed == 1
+    assert checkpoints.wait_for_save() is None and checkpoints.num_failed == 1
     assert named in " ".join(capsys.readouterr().err.split())
     may_end.set()
     checkpoints.under_way.thread.join(20)
-    assert checkpoints.ended() is None and checkpoints.num_failed == 1  # it is over, and counted
+    assert (
+        checkpoints.wait_for_save() is None and checkpoints.num_failed == 1
+    )  # it is over, and counted
 
 
 def test_a_late_save_that_was_counted_does_not_bring_up_the_loss_of_its_rank_again(
@@ -325,10 +329,10 @@ def test_a_late_save_that_was_counted_does_not_bring_up_the_loss_of_its_rank_aga
         raise LostRankError("a rank is lost")
 
     checkpoints.save(Run(1, write))
-    assert checkpoints.ended() is None and checkpoints.num_failed == 1
+    assert checkpoints.wait_for_save() is None and checkpoints.num_failed == 1
     may_end.set()
     checkpoints.under_way.thread.join(20)
-    assert checkpoints.ended() is None and checkpoints.num_failed == 1
+    assert checkpoints.wait_for_save() is None and checkpoints.num_failed == 1
     assert checkpoints.under_way is None
 
 
@@ -341,10 +345,10 @@ def test_what_lost_ranks_left_takes_no_room_of_the_next_save(tmp_path: Path) -> 
 
     checkpoints.save(Run(1, write))
     with pytest.raises(LostRankError):
-        checkpoints.ended()
+        checkpoints.wait_for_save()
     assert list(tmp_path.glob("tmp-*"))
     checkpoints.save(Run(2, fill))
-    assert checkpoints.ended() and not list(tmp_path.glob("tmp-*"))
+    assert checkpoints.wait_for_save() and not list(tmp_path.glob("tmp-*"))
 
 
 def die_with_two_names(root: Path) -> None:
@@ -378,7 +382,7 @@ def save_for_ever(root: Path, step: int) -> None:
     checkpoints.store.remove_torn()
     while True:
         step += 1
-        checkpoints.ended()
+        checkpoints.wait_for_save()
         checkpoints.save(Run(step, partial(fill, text=f"weights of {step}" * 1000)))
 
 
@@ -409,12 +413,12 @@ def test_a_save_without_room_is_not_begun(tmp_path: Path, capsys: pytest.Capture
         checkpoints.check_room(10**18)
     for _ in range(MAX_FAILED_SAVES - 1):
         checkpoints.save(Run(1, fill))
-        assert checkpoints.ended() is None
+        assert checkpoints.wait_for_save() is None
     said = " ".join(capsys.readouterr().err.split())
     assert "checkpoint of step 1 was not saved: it takes 1000000000.0 GB, " in said
     checkpoints.save(Run(1, fill))
     with pytest.raises(CheckpointError, match="failure 3 in a row"):
-        checkpoints.ended()
+        checkpoints.wait_for_save()
     assert not list(tmp_path.iterdir())
 
 
@@ -425,11 +429,11 @@ def test_logs_and_rollouts_may_grow_beside_a_save(
     checkpoints = saver(tmp_path)
     checkpoints.check_room(1000)
     checkpoints.save(Run(1, fill))
-    assert checkpoints.ended()
+    assert checkpoints.wait_for_save()
     with pytest.raises(ConfigError, match="; 5% more must be free, for logs and rollouts"):
         checkpoints.check_room(1001)
     checkpoints.save(Run(2, fill))
-    assert checkpoints.ended() is None
+    assert checkpoints.wait_for_save() is None
 
 
 def test_states_are_written_at_once_where_a_copy_has_no_room(
@@ -695,7 +699,7 @@ def test_ranks_go_back_to_the_checkpoint_before_a_damaged_one(tmp_path: Path) ->
     checkpoints = saver(tmp_path)
     for step in (1, 2):
         checkpoints.save(Run(step, fill))
-        checkpoints.ended()
+        checkpoints.wait_for_save()
     DAMAGES["flipped"](tmp_path / "global_step2")
     saved = checkpoints.last()
     assert saved is not None and saved.step == 1

@@ -27,7 +27,7 @@ def stopping_behind(step: int) -> Iterator[None]:
     def save_and_stop(self: RunCheckpoints, run: Resumable) -> None:
         save(self, run)
         if run.global_step == step:
-            self.ended()
+            self.wait_for_save()
             raise Stop
 
     RunCheckpoints.save = save_and_stop  # type: ignore[method-assign]

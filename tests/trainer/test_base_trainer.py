@@ -50,7 +50,7 @@ def fail_to_save(options: dict, root: Path) -> dict:
     trainer = make_trainer(options, root / "run", None, 1)
     checkpointer = Checkpointer(trainer, opened)
     opened.save(checkpointer)
-    answers: list[object] = [bool(opened.ended())]
+    answers: list[object] = [bool(opened.wait_for_save())]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     take_states = trainer.engine.take_states
 
@@ -72,7 +72,7 @@ def fail_to_save(options: dict, root: Path) -> dict:
     for _ in range(3):
         opened.save(checkpointer)
         try:
-            answers.append(bool(opened.ended()))
+            answers.append(bool(opened.wait_for_save()))
         except CheckpointError as error:
             answers.append(str(error))
     latest = opened.store.latest()
