@@ -125,22 +125,22 @@ def _open_and_run(
         redirect_framework_logs(inputs.run_dir, "driver")
         if config.ckpt.push_to_hub:  # what is wrong there is known before training
             open_repository(config.ckpt.push_to_hub)
-        opened = open_run(config, inputs)
-        if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
+        checkpoints = open_run(config, inputs)
+        if checkpoints.is_done(inputs.run_dir, is_at_end=is_at_end(checkpoints, config)):
             return
         say_padded(config, config.named_models)
         with (
-            reporting(config, is_resumed=opened.saved is not None),
-            stopping.explaining_end(opened.how_to_go_on),
+            reporting(config, is_resumed=checkpoints.saved is not None),
+            stopping.explaining_end(checkpoints.how_to_go_on),
             open_cluster(
                 config,
                 worker_classes(config),
                 run_dir=str(inputs.run_dir.resolve()),
-                resume_step=opened.resume_step or 0,
+                resume_step=checkpoints.resume_step or 0,
             ) as cluster,
         ):
             make = make_trainer or trainer_class(config)
-            trainer = _run(config, inputs, cluster, opened, make)
+            trainer = _run(config, inputs, cluster, checkpoints, make)
         trainer.say_evaluations()  # a policy that got worse is the last line
 
 
@@ -153,11 +153,11 @@ def _run(
     config: PPOConfig,
     inputs: RunInputs,
     cluster: Cluster,
-    opened: RunCheckpoints,
+    checkpoints: RunCheckpoints,
     make_trainer: MakeTrainer,
 ) -> PPOTrainer:
     groups, phases = cluster.groups, phases_of(config, cluster.engines)
-    state = RunState(config, opened, groups, phases)
+    state = RunState(config, checkpoints, groups, phases)
     state.check_is_shared()
     phases.sleep()
     sizes = init_models(config, groups, inputs.updates, phases)
@@ -172,8 +172,8 @@ def _run(
         # Where engines do not pause, models that share their devices cannot wait for a pause.
         never_pauses=config.train.async_enable or config.algo.dynamic_filtering_enable,
     )
-    opened.clear_folder(inputs.run_dir, config)
-    settings, resume_step = config.model_dump(mode="json"), opened.resume_step
+    checkpoints.clear_folder(inputs.run_dir, config)
+    settings, resume_step = config.model_dump(mode="json"), checkpoints.resume_step
     trainer = make_trainer(
         config,
         inputs,
@@ -189,7 +189,7 @@ def _run(
     data_sets = (inputs.prompts, inputs.eval_prompts, inputs.texts)
     write_bad_rows(inputs.run_dir / BAD_ROWS_FILE, *data_sets)
     fit_and_export(trainer, partial(_export, config, groups), config.ckpt.grace_s)
-    opened.note_finished(inputs.run_dir, state.global_step)
+    checkpoints.note_finished(inputs.run_dir, state.global_step)
     say_saved(inputs.run_dir)
     if config.ckpt.push_to_hub:
         push(inputs.run_dir, config.ckpt.push_to_hub)
@@ -206,7 +206,7 @@ def fit_and_export(trainer: PPOTrainer, export: Callable[[], None], grace_s: flo
         with (
             exporting_anyway(export, trainer.inputs.run_dir),
             stopping.patiently(grace_s),
-            trainer.state.opened.finishing(),
+            trainer.state.checkpoints.finishing(),
             naming_lost_ranks(),
         ):
             trainer.fit(lost)

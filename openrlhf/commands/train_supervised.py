@@ -91,30 +91,32 @@ def _run(
         say_inputs(recipe, config, inputs)
     strategy.setup()
     data = DataIdentity(inputs.samples.fingerprint, len(inputs.samples))
-    opened = open_checkpoints(config.ckpt, data, config)
-    is_at_end = (opened.resume_step or 0) >= num_updates(config, len(inputs.samples))
-    if opened.is_done(run_dir, is_at_end=is_at_end):
+    checkpoints = open_checkpoints(config.ckpt, data, config)
+    is_at_end = (checkpoints.resume_step or 0) >= num_updates(config, len(inputs.samples))
+    if checkpoints.is_done(run_dir, is_at_end=is_at_end):
         shut_down()
         return None
-    is_resumed = opened.saved is not None
+    is_resumed = checkpoints.saved is not None
     reported = reporting(config, is_resumed=is_resumed) if strategy.is_main else nullcontext()
-    with reported, stopping.explaining_end(opened.how_to_go_on):
+    with reported, stopping.explaining_end(checkpoints.how_to_go_on):
         trainer = recipe(config, inputs, strategy)
         trainer.callbacks = callbacks
-        return _train(trainer, config, opened)
+        return _train(trainer, config, checkpoints)
 
 
 def _train(
-    trainer: BaseTrainer[Any, Any], config: SupervisedConfig, opened: RunCheckpoints
+    trainer: BaseTrainer[Any, Any], config: SupervisedConfig, checkpoints: RunCheckpoints
 ) -> "Checkpointer":
     strategy, run_dir = trainer.strategy, Path(config.ckpt.output_dir)
     check_room(hf_model_of(trainer.model), run_dir)
-    opened.check_room(trainer.engine.num_state_bytes())
+    checkpoints.check_room(trainer.engine.num_state_bytes())
     if strategy.is_main:
         told = config.model_dump(mode="json")
-        opened.clear_folder(run_dir, config)
-        trainer.tracker = make_tracker(config.logger, run_dir, told, resume_step=opened.resume_step)
-    checkpointer = Checkpointer(trainer, opened)
+        checkpoints.clear_folder(run_dir, config)
+        trainer.tracker = make_tracker(
+            config.logger, run_dir, told, resume_step=checkpoints.resume_step
+        )
+    checkpointer = Checkpointer(trainer, checkpoints)
     checkpointer.resume()
     if config.ckpt.keeps_best:
         trainer.keep_best = checkpointer.keep_best
@@ -128,7 +130,7 @@ def _train(
         with (
             exporting_anyway(export, run_dir),
             stopping.patiently(config.ckpt.grace_s),
-            opened.finishing(),
+            checkpoints.finishing(),
             naming_lost_ranks(),
             watching_ranks(config.train.rank_timeout_s),
         ):
@@ -138,7 +140,7 @@ def _train(
         raise
     export()
     if strategy.is_main:
-        opened.note_finished(run_dir, trainer.global_step)
+        checkpoints.note_finished(run_dir, trainer.global_step)
         say_saved(run_dir)
         if config.ckpt.push_to_hub:
             push(run_dir, config.ckpt.push_to_hub)
@@ -305,18 +307,18 @@ class Checkpointer:
         """Begin to save every `--save_steps` steps; save after the last. Raise Interrupted once any
         rank was asked to stop.
         """
-        opened, is_last = self.checkpoints, self.trainer.is_finished
-        ranks = all_gather_object((stopping.is_asked(), opened.is_written))
+        checkpoints, is_last = self.checkpoints, self.trainer.is_finished
+        ranks = all_gather_object((stopping.is_asked(), checkpoints.is_written))
         is_asked, is_written = any(asked for asked, _ in ranks), all(over for _, over in ranks)
-        is_due = opened.is_due(self, is_last=is_last)
+        is_due = checkpoints.is_due(self, is_last=is_last)
         if is_due or is_written:
-            self.call_on_save(opened.wait_for_save())
+            self.call_on_save(checkpoints.wait_for_save())
         if is_due:
-            opened.save(self)
+            checkpoints.save(self)
         if is_last or is_asked:
-            self.call_on_save(opened.wait_for_save())
+            self.call_on_save(checkpoints.wait_for_save())
         if is_asked and not is_last:
-            saved, outcome = opened.save_last(self)
+            saved, outcome = checkpoints.save_last(self)
             self.call_on_save(saved)
             self.trainer.tracker.close()
             raise stopping.Interrupted(outcome)

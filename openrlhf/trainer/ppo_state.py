@@ -60,9 +60,9 @@ def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
     return open_checkpoints(ckpt, data, config)
 
 
-def is_at_end(opened: RunCheckpoints, config: PPOConfig) -> bool:
+def is_at_end(checkpoints: RunCheckpoints, config: PPOConfig) -> bool:
     """Return True if every episode is drawn in the checkpoint that a run goes on from."""
-    saved = opened.saved and opened.saved.state[RUN]["sampler"]["cursor"]
+    saved = checkpoints.saved and checkpoints.saved.state[RUN]["sampler"]["cursor"]
     return saved is not None and saved["episode"] >= config.train.num_episodes
 
 
@@ -74,11 +74,11 @@ class RunState:
     def __init__(
         self,
         config: PPOConfig,
-        opened: RunCheckpoints,
+        checkpoints: RunCheckpoints,
         groups: Mapping[str, WorkerGroup],
         phases: DevicePhases,
     ) -> None:
-        self.kl, self.opened, self.phases = config.algo.kl, opened, phases
+        self.kl, self.checkpoints, self.phases = config.algo.kl, checkpoints, phases
         self.groups = {role: groups[role] for role in TRAINED_ROLES if role in groups}
         self.global_step = 0  # steps done
         self.weight_version = 0  # of the policy; counts its updates
@@ -120,9 +120,9 @@ class RunState:
 
     def check_is_shared(self) -> None:
         """Raise ConfigError if a rank that has to write checkpoints does not see their folder."""
-        root = self.opened.store.root
+        root = self.checkpoints.store.root
         try:
-            for group in self.groups.values() if self.opened.config.uses_root else ():
+            for group in self.groups.values() if self.checkpoints.config.uses_root else ():
                 group.call(TrainedWorker.check_sees, str(root / HOLDER_FILE))
         except CheckpointError as error:
             text = str(error).replace(str(root / HOLDER_FILE), f"--ckpt_path {root}")
@@ -131,14 +131,14 @@ class RunState:
     def check_room(self) -> None:
         """Raise ConfigError where the disk has no room for a checkpoint."""
         sizes = [group.call(TrainedWorker.num_state_bytes)[0] for group in self.groups.values()]
-        self.opened.check_room(sum(sizes))
+        self.checkpoints.check_room(sum(sizes))
 
     def resume(self) -> None:
         """Put models, optimizers, random numbers and the controller where they were; move the best
         model of another run aside.
         """
-        saved = self.opened.saved
-        self.opened.set_other_best_aside()
+        saved = self.checkpoints.saved
+        self.checkpoints.set_other_best_aside()
         if saved is None:
             return
         with progress("loading the checkpoint"):
@@ -146,7 +146,7 @@ class RunState:
         self.load_state_dict(saved.state[RUN])
         if isinstance(self.sampler, RolloutQueue):
             self.sampler.load_groups(saved.path)
-        self.opened.kept = self.state_dict()
+        self.checkpoints.kept = self.state_dict()
         if not all(has_same_ranks):
             warn("another number of ranks goes on: the same prompts, other random numbers.")
 
@@ -162,7 +162,7 @@ class RunState:
         first = [found for found in self.evaluations if found["step"] == 0]  # not made again
         begin = json.loads(self.begin) | {"evaluations": first}
         state = begin if saved is None else saved.state[RUN]
-        if self.opened.go_back(0 if saved is None else saved.step):
+        if self.checkpoints.go_back(0 if saved is None else saved.step):
             state["evaluations"] = first  # the next best one has a model again
         if saved is not None:
             self._load_models(saved)
@@ -222,11 +222,11 @@ class RunState:
         best one in place of the one before.
         """
         self.evaluations = noteworthy([*self.evaluations, found], name)
-        if not self.opened.config.keeps_best or self.evaluations[1] is not found:
+        if not self.checkpoints.config.keeps_best or self.evaluations[1] is not found:
             return
         actor = self.groups["actor"]
         with self.phases.device_lock:  # no reward model scores on the same devices
-            is_saved = self.opened.save_best(
+            is_saved = self.checkpoints.save_best(
                 self.global_step,
                 lambda path: actor.call(PolicyModelActor.export_policy, str(path)),
             )

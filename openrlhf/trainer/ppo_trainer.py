@@ -151,7 +151,7 @@ class PPOTrainer:
                 if stopping.is_asked():  # it would be started again for nothing
                     with suppress(LostRankError, CheckpointError):
                         self.wait_for_save()
-                    raise stopping.Interrupted(self.state.opened.how_to_go_on()) from error
+                    raise stopping.Interrupted(self.state.checkpoints.how_to_go_on()) from error
                 self.note_death(error)
                 why = error
         self.tracker.close()
@@ -237,7 +237,7 @@ class PPOTrainer:
             pass
         except CheckpointError as error:  # one too many: the model is exported by the new ranks
             failed = error
-        saved = self.state.opened.last()
+        saved = self.state.checkpoints.last()
         last_step = 0 if saved is None else saved.step
         if self._step != last_step + 1 or self.has_lost_generation:
             self._step_rollouts = []
@@ -307,7 +307,7 @@ class PPOTrainer:
         if step == state.global_step:
             return self.inputs.run_dir
         unkept = "not kept, --save_best keeps the best" if step else self.config.policy_path
-        return state.opened.find(step) or unkept
+        return state.checkpoints.find(step) or unkept
 
     def check_has_learnt(self) -> None:
         """Raise RewardError when no prompt of the whole run could be trained on."""
@@ -355,7 +355,7 @@ class PPOTrainer:
             self.groups[role].close()  # one that starts again may hold the devices
         self.wait_for_save()
         with self.phases.training():
-            saved, outcome = self.state.opened.save_last(self.state)
+            saved, outcome = self.state.checkpoints.save_last(self.state)
         self.call_on_save(saved)
         self.tracker.close()
         raise stopping.Interrupted(outcome)
@@ -529,13 +529,13 @@ class PPOTrainer:
 
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Begin to save a checkpoint every `--save_steps`; save one of the end."""
-        opened = self.state.opened
-        if is_last or opened.is_written:
+        checkpoints = self.state.checkpoints
+        if is_last or checkpoints.is_written:
             self.wait_for_save()
-        if opened.is_due(self.state, is_last=is_last):
+        if checkpoints.is_due(self.state, is_last=is_last):
             self.wait_for_save()
             with self.phases.training():
-                opened.save(self.state)
+                checkpoints.save(self.state)
             if self.phases.needs_weights:
                 self.broadcast_to_vllm()
         if is_last:
@@ -543,7 +543,7 @@ class PPOTrainer:
 
     def wait_for_save(self) -> None:
         """Wait for a save under way, and tell the callbacks of the checkpoint."""
-        self.call_on_save(self.state.opened.wait_for_save())
+        self.call_on_save(self.state.checkpoints.wait_for_save())
 
     def call_on_save(self, saved: tuple[int, Path] | None) -> None:
         """Tell the callbacks of a checkpoint, if there is one."""

@@ -587,9 +587,9 @@ def test_a_model_that_the_new_run_starts_from_stays_where_it_is(words, tmp_path,
 def saved_state(root: Path) -> CheckpointConfig:
     """A checkpoint root that holds step 4 of a run over IDENTITY."""
     config = config_of(root, load_enable=True, save_steps=2)
-    opened = open_checkpoints(config, IDENTITY)
-    opened.store.stage(4)
-    opened.store.commit(4, {"run": {}, "data": asdict(IDENTITY)})
+    checkpoints = open_checkpoints(config, IDENTITY)
+    checkpoints.store.stage(4)
+    checkpoints.store.commit(4, {"run": {}, "data": asdict(IDENTITY)})
     return config
 
 
@@ -625,9 +625,9 @@ def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = saved_state(tmp_path)
-    opened = open_checkpoints(config.model_copy(update={"load_enable": False}), IDENTITY)
-    assert opened.resume_step is None
-    assert opened.find(4) is None
+    checkpoints = open_checkpoints(config.model_copy(update={"load_enable": False}), IDENTITY)
+    assert checkpoints.resume_step is None
+    assert checkpoints.find(4) is None
     assert "were moved to" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "aside-1" / "global_step4").is_dir()
     assert open_checkpoints(config, IDENTITY).resume_step is None

@@ -115,9 +115,9 @@ def run(
     options: dict, root: Path, config: CheckpointConfig, *, seed: int = 1, stop: int | None = None
 ) -> dict:
     """One start of a command: resumes if told to, trains, says what it did."""
-    opened = open_checkpoints(config, IDENTITY)
-    trainer = make_trainer(options, root / "run", opened.resume_step, seed)
-    checkpointer = Checkpointer(trainer, opened)
+    checkpoints = open_checkpoints(config, IDENTITY)
+    trainer = make_trainer(options, root / "run", checkpoints.resume_step, seed)
+    checkpointer = Checkpointer(trainer, checkpoints)
     checkpointer.resume()
     lrs = []
 
@@ -127,14 +127,14 @@ def run(
         if trainer.global_step == stop:
             raise Stop
 
-    with suppress(Stop), opened.finishing():
+    with suppress(Stop), checkpoints.finishing():
         trainer.fit(after_step=after_step)
     return {
-        "resume_step": opened.resume_step,
+        "resume_step": checkpoints.resume_step,
         "seen": trainer.seen,
         "lrs": lrs,
         "weights": weights_of(trainer),
         "num_updates": trainer.num_updates,
-        "steps": opened.store.steps(),
+        "steps": checkpoints.store.steps(),
         "random": torch.rand(2).tolist(),
     }

@@ -92,18 +92,18 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
         config = PPOConfig.model_validate(
             {"ckpt": {"save_steps": 1, "path": str(tmp_path), "best_metric_key": "none"}}
         )
-        trainer.state.opened = RunCheckpoints(config.ckpt, DataIdentity("f", 24))
-        trainer.state.opened.saved = store.latest()
+        trainer.state.checkpoints = RunCheckpoints(config.ckpt, DataIdentity("f", 24))
+        trainer.state.checkpoints.saved = store.latest()
         return trainer.state
 
     trainer = make_trainer(World(train_error_at=2, train_s=0.02), num_prompts=24)
     saving(trainer)
-    with suppress(TrainerBroke), trainer.state.opened.finishing():
+    with suppress(TrainerBroke), trainer.state.checkpoints.finishing():
         trainer.fit()
     world = World(policy_version=2)
     again = make_trainer(world, num_prompts=24)
     saving(again).resume()
-    saving(again).opened = RunCheckpoints(again.config.ckpt, DataIdentity("f", 24))
+    saving(again).checkpoints = RunCheckpoints(again.config.ckpt, DataIdentity("f", 24))
     kept = kept_of(trainer, tmp_path / "global_step2")
     assert kept and [key for key, *_ in again.queue._kept] == [key for key, *_ in kept]
     again.fit()

@@ -46,11 +46,11 @@ CASES = {
 
 def fail_to_save(options: dict, root: Path) -> dict:
     """The last rank cannot write more than a few bytes, three times."""
-    opened = open_checkpoints(config_of(root, save_steps=1), IDENTITY)
+    checkpoints = open_checkpoints(config_of(root, save_steps=1), IDENTITY)
     trainer = make_trainer(options, root / "run", None, 1)
-    checkpointer = Checkpointer(trainer, opened)
-    opened.save(checkpointer)
-    answers: list[object] = [bool(opened.wait_for_save())]
+    checkpointer = Checkpointer(trainer, checkpoints)
+    checkpoints.save(checkpointer)
+    answers: list[object] = [bool(checkpoints.wait_for_save())]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     take_states = trainer.engine.take_states
 
@@ -70,12 +70,12 @@ def fail_to_save(options: dict, root: Path) -> dict:
         trainer.engine.take_states = take_for_full_disk  # type: ignore[method-assign]
     trainer.global_step = 1
     for _ in range(3):
-        opened.save(checkpointer)
+        checkpoints.save(checkpointer)
         try:
-            answers.append(bool(opened.wait_for_save()))
+            answers.append(bool(checkpoints.wait_for_save()))
         except CheckpointError as error:
             answers.append(str(error))
-    latest = opened.store.latest()
+    latest = checkpoints.store.latest()
     names = sorted(path.name for path in root.iterdir() if path.name != "run")
     is_main = trainer.strategy.is_main
     return {
@@ -88,9 +88,9 @@ def fail_to_save(options: dict, root: Path) -> dict:
 
 def save_slowly(options: dict, root: Path) -> list[object]:
     """Train while the last rank does not get on with its file of step 2."""
-    opened = open_checkpoints(config_of(root, save_steps=2), IDENTITY)
+    checkpoints = open_checkpoints(config_of(root, save_steps=2), IDENTITY)
     trainer = make_trainer(options, root / "run", None, 1)
-    checkpointer = Checkpointer(trainer, opened)
+    checkpointer = Checkpointer(trainer, checkpoints)
     is_last = trainer.strategy.topology.rank == trainer.strategy.topology.world_size - 1
     take_states, found = trainer.engine.take_states, list[object]()
 
@@ -107,7 +107,7 @@ def save_slowly(options: dict, root: Path) -> list[object]:
         """Notes what is there after each step, and what is told of."""
 
         def on_step_end(self, trainer: object, step: int, metrics: object) -> None:
-            found.append((step, opened.store.steps()))
+            found.append((step, checkpoints.store.steps()))
 
         def on_save(self, trainer: object, step: int, path: Path) -> None:
             found.append((path.name, step, (path / "state.json").is_file()))
@@ -121,10 +121,10 @@ def save_slowly(options: dict, root: Path) -> list[object]:
 def refusal(options: dict, root: Path) -> str:
     """What the resume of another world's checkpoint says; empty where it works."""
     config = config_of(root / "ckpt", load_enable=True)
-    opened = open_checkpoints(config, IDENTITY)
+    checkpoints = open_checkpoints(config, IDENTITY)
     trainer = make_trainer(options, root / "other-world", None, 1)
     try:
-        Checkpointer(trainer, opened).resume()
+        Checkpointer(trainer, checkpoints).resume()
     except CheckpointError as error:
         return str(error)
     return ""
@@ -283,7 +283,7 @@ def test_a_rank_killed_while_it_saves_costs_the_steps_since_the_checkpoint(tmp_p
 def test_a_run_that_is_asked_to_stop_waits_for_the_save_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_at: int, saved: list[int]
 ) -> None:
-    opened = open_checkpoints(config_of(tmp_path / "ckpt", save_steps=2), IDENTITY)
+    checkpoints = open_checkpoints(config_of(tmp_path / "ckpt", save_steps=2), IDENTITY)
     trainer = make_trainer({"zero_stage": 0}, tmp_path / "run", None, 1)
     take_states = trainer.engine.take_states
 
@@ -296,14 +296,14 @@ def test_a_run_that_is_asked_to_stop_waits_for_the_save_under_way(
     with pytest.raises(
         stopping.Interrupted, match=f"step {asked_at} is done, it was saved in {tmp_path}/ckpt"
     ):
-        trainer.fit(after_step=Checkpointer(trainer, opened).after_step)
-    assert opened.store.steps() == saved
-    assert opened.store.latest().step == asked_at  # type: ignore[union-attr]
+        trainer.fit(after_step=Checkpointer(trainer, checkpoints).after_step)
+    assert checkpoints.store.steps() == saved
+    assert checkpoints.store.latest().step == asked_at  # type: ignore[union-attr]
 
 
 def end_on_one_of_two(root: Path) -> list[float]:
-    opened = open_checkpoints(config_of(root), IDENTITY)
-    trainer = make_trainer({"zero_stage": 3}, root / "run", opened.resume_step, 1)
+    checkpoints = open_checkpoints(config_of(root), IDENTITY)
+    trainer = make_trainer({"zero_stage": 3}, root / "run", checkpoints.resume_step, 1)
     topology = trainer.strategy.topology
     trainer.callbacks = [EndsAt(2 if topology.rank == topology.world_size - 1 else 99)]
     trainer.fit()

@@ -121,7 +121,7 @@ def losing_trainer(
     trainer.groups["actor"], trainer.state.groups = actor, {"actor": actor}
     ckpt = {"save_steps": save_steps, "path": str(folder), "best_metric_key": "none"}
     config = PPOConfig.model_validate({"ckpt": ckpt}).ckpt
-    trainer.state.opened = RunCheckpoints(config, DataIdentity("prompts", 32))
+    trainer.state.checkpoints = RunCheckpoints(config, DataIdentity("prompts", 32))
     return trainer, actor
 
 
@@ -180,13 +180,13 @@ def test_a_rank_that_is_lost_while_its_states_are_written_costs_that_checkpoint(
     trainer.groups["actor"], trainer.state.groups = actor, {"actor": actor}
     ckpt = {"save_steps": 2, "path": str(tmp_path), "best_metric_key": "none"}
     config = PPOConfig.model_validate({"ckpt": ckpt}).ckpt
-    trainer.state.opened = RunCheckpoints(config, DataIdentity("prompts", 32))
+    trainer.state.checkpoints = RunCheckpoints(config, DataIdentity("prompts", 32))
     trainer.fit()
     assert not actor.lost_in_writes and actor.num_starts == 2
     assert [step["step"] for step in steps_of(trainer)] == list(range(1, 9))
     ledger = trainer.sampler.ledger
     assert ledger.outcomes == {"trained": 32} and not ledger.pending
-    assert trainer.state.opened.store.steps()[-1] == world.policy_version == 8
+    assert trainer.state.checkpoints.store.steps()[-1] == world.policy_version == 8
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -271,7 +271,7 @@ def test_a_run_that_is_asked_to_stop_while_a_frozen_model_starts_again_saves_the
         fit_and_export(trainer, lambda: None, 60.0)
     assert time.monotonic() - begun_at < 30 and reference.is_closed
     assert actor.world.policy_version == 2
-    saved = trainer.state.opened.last()
+    saved = trainer.state.checkpoints.last()
     assert saved.step == 2
     ledger = saved.state["run"]["sampler"]["ledger"]
     assert ledger["outcomes"] == {"trained": 8}

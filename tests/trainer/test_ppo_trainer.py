@@ -224,13 +224,13 @@ class Ranks:
         return [method(one, root + path) for one, root in zip(workers, self.roots, strict=True)]
 
 
-def opened(root: Path, **ckpt: Any) -> RunCheckpoints:
+def checkpoints(root: Path, **ckpt: Any) -> RunCheckpoints:
     return RunCheckpoints(CheckpointConfig(path=str(root), **ckpt), DataIdentity("x", 1))
 
 
 def state_of(config: PPOConfig, root: Path, **groups: Any) -> RunState:
     phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
-    return RunState(config, opened(root, save_steps=config.ckpt.save_steps), groups, phases)
+    return RunState(config, checkpoints(root, save_steps=config.ckpt.save_steps), groups, phases)
 
 
 def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
