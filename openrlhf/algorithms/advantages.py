@@ -35,8 +35,8 @@ def penalise_overlong(
 
 
 def penalise_truncated(rewards_B: Tensor, is_truncated_B: Tensor, *, coef: float) -> Tensor:
-    """Return rewards of truncated samples times `coef` in [0, 1], or set to it where negative,
-    (B,).
+    """Return rewards, (B,), where those of truncated samples are multiplied by `coef` in [0, 1], or
+    replaced by a negative `coef`.
     """
     assert rewards_B.shape == is_truncated_B.shape, "one flag per reward is needed"
     penalised_B = rewards_B * coef if coef >= 0 else torch.full_like(rewards_B, coef)
@@ -143,8 +143,8 @@ def discounted_sums(rewards_BA: Tensor, discount: float) -> Tensor:
 def gae(
     rewards_BA: Tensor, values_BA: Tensor, *, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """Return generalised advantage estimation on zero-padded blocks; advantages and returns, (B,
-    A) each.
+    """Return advantages and returns, (B, A) each, by generalised advantage estimation on
+    zero-padded blocks.
 
     delta_t = r_t + gamma V_{t+1} - V_t with V = 0 past the end,
     A_t = delta_t + gamma lambd A_{t+1}, R_t = A_t + V_t (arXiv 1506.02438).

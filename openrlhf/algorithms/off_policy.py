@@ -85,10 +85,10 @@ def importance_weights(
 
 
 def token_divergence(engine_logprobs_N: Tensor, trainer_logprobs_N: Tensor, kind: str) -> Tensor:
-    """Return the distance of two policies that is seen at the sampled token alone, (N,).
+    """Return the divergence of engine and trainer at each sampled token, (N,).
 
-    Its probability is p for the engine and q for the trainer, held in [1e-6, 1 - 1e-6]. binary_kl:
-    KL(Bernoulli(p) || Bernoulli(q)); tv: |p - q|.
+    Its probability is p for the engine and q for the trainer, clamped to [1e-6, 1 - 1e-6].
+    binary_kl: KL(Bernoulli(p) || Bernoulli(q)); tv: |p - q|.
     """
     p_N = engine_logprobs_N.exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
     q_N = trainer_logprobs_N.exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)

@@ -80,14 +80,16 @@ LESS = {
 }
 
 
-def check_supervised(recipe: Recipe, config: SupervisedConfig, said: Sequence[str]) -> None:
-    """Check a supervised run; `said` are the problems of its command line. Raise ConfigError that
-    lists all problems.
+def check_supervised(
+    recipe: Recipe, config: SupervisedConfig, known_problems: Sequence[str]
+) -> None:
+    """Check a supervised run. Raise ConfigError that lists all problems, first the
+    `known_problems` of its command line.
     """
     topology = Topology.from_env(local_rank=config.local_rank)
     if not topology.is_main:
         return
-    with gathering(config, said) as gathered:
+    with gathering(config, known_problems) as gathered:
         with gathered:
             DeepSpeedStrategy.of(config)
         inputs = None
@@ -115,19 +117,19 @@ def check_supervised(recipe: Recipe, config: SupervisedConfig, said: Sequence[st
             say_rows(inputs.samples, inputs.tokenizer)
 
 
-def check_ppo_ray(config: PPOConfig, said: Sequence[str]) -> None:
+def check_ppo_ray(config: PPOConfig, known_problems: Sequence[str]) -> None:
     """Check an RL run on Ray, as `check_supervised` does: on the cluster there is, or on this
     machine.
     """
-    with gathering(config, said) as gathered:
+    with gathering(config, known_problems) as gathered:
         with gathered:
             config = train_rl.placed(config)
         _check_ppo(config, gathered, on_ray=True)
 
 
-def check_ppo_local(config: PPOConfig, said: Sequence[str]) -> None:
+def check_ppo_local(config: PPOConfig, known_problems: Sequence[str]) -> None:
     """Check an RL run in this process, as `check_supervised` does."""
-    with gathering(config, said) as gathered:
+    with gathering(config, known_problems) as gathered:
         with gathered:
             check_runs_without_ray(config)
         _check_ppo(config, gathered, on_ray=False)
@@ -140,9 +142,9 @@ def _check_ppo(config: PPOConfig, gathered: Gathered, *, on_ray: bool) -> None:
     _check_rl(config, gathered, gather, classes, _say_training, on_ray=on_ray)
 
 
-def check_evaluation(config: EvaluateConfig, said: Sequence[str]) -> None:
+def check_evaluation(config: EvaluateConfig, known_problems: Sequence[str]) -> None:
     """Check the evaluation of every model that is named, as `check_supervised` does."""
-    with gathering(config, said) as gathered:
+    with gathering(config, known_problems) as gathered:
         for run in evaluate.evaluated_runs(config, gathered):
             gather, classes = evaluate.gather_inputs, evaluate.worker_classes(run)
             _check_rl(run, gathered, gather, classes, _say_evaluation, on_ray=run.is_on_ray)
@@ -212,12 +214,12 @@ def _say_evaluation(plan: "Plan", inputs: RunInputs, _: ClusterView | None) -> N
 
 
 @contextmanager
-def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
-    """Gather problems in the block, behind those that are `said`; at its end raise ConfigError that
+def gathering(config: RunConfig, known_problems: Sequence[str]) -> Iterator[Gathered]:
+    """Gather problems in the block, after the `known_problems`; at its end raise ConfigError that
     lists all, without those that only follow from what is missing.
     """
     gathered = Gathered()
-    gathered.problems += said
+    gathered.problems += known_problems
     for flag, place in config.ckpt.folders.items():
         if os.path.isdir(place) and os.access(place, os.W_OK):
             with gathered, folders.holding(Path(place), flag):
@@ -228,11 +230,12 @@ def gathering(config: RunConfig, said: Sequence[str]) -> Iterator[Gathered]:
         rf"(?<![\w./-]){re.escape(name)}(?![\w/-])"
         for option, opens, names in named_things(config)
         for name in names
-        if opens not in OUTPUTS and any(line.startswith(f"{option.flag} {name} ") for line in said)
+        if opens not in OUTPUTS
+        and any(line.startswith(f"{option.flag} {name} ") for line in known_problems)
     ]
-    follows = re.compile("|".join(missing) or "(?!)").search
+    follows = re.compile("|".join(missing)).search
     found = [line for line in gathered.problems if not follows(line)]
-    if problems := [*said, *found]:
+    if problems := [*known_problems, *found]:
         error = ConfigError(list(dict.fromkeys(problems)))
         raise error.in_user_code("\n".join(dict.fromkeys(gathered.user_tracebacks)))
 

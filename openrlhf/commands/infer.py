@@ -389,7 +389,7 @@ def read_parts(parts: Path) -> dict[int, list[Row]]:
 def write_output(task: BatchTask, parts: Path, output: Path) -> None:
     """Put the rows in input order, through the post-processor, into the file; then clean up."""
     found = read_parts(parts)
-    rows = [beside(task.columns_of(item), row) for item in task.items for row in found[item]]
+    rows = [with_columns(task.columns_of(item), row) for item in task.items for row in found[item]]
     kept = post_process(rows, task.config.reward)
     temporary = output.with_name(f".{output.name}.tmp")  # the file is there whole or not at all
     with temporary.open("w", encoding="utf-8") as file:
@@ -407,10 +407,10 @@ def write_output(task: BatchTask, parts: Path, output: Path) -> None:
     os.environ.pop(VLLM_LOGGING, None)  # its file was there, too
 
 
-def beside(columns: Row, row: Row) -> Row:
+def with_columns(columns: Row, row: Row) -> Row:
     """Return a row with all columns of its data; a value that it replaces stays as `given_<name>`.
 
-    Example: {"id": 1, "output": "4"} beside {"output": "5"} is
+    Example: {"id": 1, "output": "4"} with {"output": "5"} is
     {"id": 1, "output": "5", "given_output": "4"}.
     """
     replaced = {name for name in columns.keys() & row.keys() if columns[name] != row[name]}
@@ -479,7 +479,7 @@ def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
         for side, row in (("chosen", best), ("rejected", worst)):
             if row.get("finish_reason") == "length":
                 pair[f"{side}_finish_reason"] = "length"
-        pairs.append(beside(others, pair))
+        pairs.append(with_columns(others, pair))
     return pairs, num_equal
 
 

@@ -439,7 +439,7 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
 
     @property
     def rewards_take_turns(self) -> bool:
-        """Return True if reward models score beside training, on devices of trained models."""
+        """Return True if reward models score during training, on devices of trained models."""
         with_critic = self.train.colocate_critic_reward and self.has_critic
         return self.train.async_enable and (self.train.colocate_all or with_critic)
 

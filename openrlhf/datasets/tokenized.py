@@ -71,13 +71,13 @@ REMEDY = "Repair the rows, choose other columns, or type --bad_rows skip to leav
 DEFAULT_TEMPLATE = "User: {}\nAssistant: "
 Row = Mapping[str, Any]
 
-# Columns with a meaning of their own, read beside those that flags name: of dialogues, and of rows.
+# Columns with a fixed meaning, read besides those that flags name: of dialogues, and of rows.
 DIALOGUE_COLUMNS = ("system", "history", "tools", "chat_template_kwargs")
 ROW_COLUMNS = ("id", RENDERED, "finish_reason", "chosen_finish_reason", "rejected_finish_reason")
 IMAGE_COLUMNS = ("images", "image")
 OTHER_MEDIA = ("videos", "video", "audios", "audio")
 
-# What is kept of each row of the data set, beside its example.
+# Columns that are kept of each row of the data set, besides its example.
 _FACTS = {
     "left_out": Value("string"),  # why the row is no example; "" for an example
     "problem": Value("string"),  # what is wrong with the row; "" for nothing

@@ -171,8 +171,8 @@ _number = itertools.count()
 
 
 def gather_by_store(thing: Thing) -> list[Thing]:
-    """Return every rank's object, which is JSON: for a thread beside the one whose collectives
-    these would mix with. Of each rank only one thread does so at a time.
+    """Return every rank's object, which is JSON, without a collective: for a second thread, whose
+    collectives would mix with those of the first. One thread of each rank calls at a time.
     """
     if world_size() == 1:
         return [thing]

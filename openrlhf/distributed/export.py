@@ -94,7 +94,7 @@ def write_folder(
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
 ) -> None:
-    """Write a model with these weights at `path`: first beside it, then moved into place."""
+    """Write a model with these weights at `path`: to a temporary folder, then moved into place."""
     temporary = path / STAGED
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

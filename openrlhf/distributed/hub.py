@@ -1,5 +1,5 @@
 """Trained models on the Hugging Face hub, through its own client: the files of the model alone,
-never the records or samples of the run beside them.
+never the records or samples of the run.
 """
 
 from collections.abc import Callable

@@ -51,7 +51,7 @@ ENGINE = "engine.json"
 SKIPPED = "num_skipped_updates"  # in a row
 WEIGHTS, STEP = "fp32", "step"  # the other keys of a part are those of the optimizer's state
 ASLEEP = "_offload_buffer"  # ends keys of DeepSpeed's own, for states that sleep
-# Counts from 1, so its last value is that of the last update, not the one behind it.
+# Counts from 1, so its last value is that of the last update, not of the one after.
 EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
 # Norms, biases, and what Mamba layers have instead: experts and heads stack them to any shape.
 VECTORS = re.compile(r"norm\.|bias$|\.A_log$|\.D$")
@@ -518,7 +518,7 @@ def _tp_and_dp_rank(engine: "DeepSpeedEngine") -> tuple[int, int]:
 
 
 def _description_of(engine: "DeepSpeedEngine") -> dict[str, Any]:
-    """Return the values that `load_states` needs beside tensors, as JSON."""
+    """Return the values that `load_states` needs besides tensors, as JSON."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     numbers = {} if scaler is None else vars(scaler)
     return {

@@ -115,7 +115,7 @@ def _tensors(model: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[st
                 yield f"{prefix}bias", bias.data
         return
     if hasattr(model, "modules_to_save") and hasattr(model, "original_module"):
-        # PEFT keeps a module that is trained whole beside the one that it stands for.
+        # PEFT keeps a module that is trained whole, and the one that it replaces.
         yield from _tensors(model.modules_to_save[model.active_adapters[0]], prefix, seen)
         return
     buffers = model.named_buffers(recurse=False)

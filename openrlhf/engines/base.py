@@ -33,7 +33,7 @@ class SamplingSettings:
     repetition_penalty: float = 1.0  # above 1: tokens of prompt and response are less likely
     top_k: int = 0  # 0: all tokens
     min_p: float = 0.0  # of the likeliest token's probability
-    stop: tuple[str, ...] = ()  # texts that end a response, behind the token that completes one
+    stop: tuple[str, ...] = ()  # texts that end a response, after the token that completes one
 
     def stopping_at(
         self, texts: Sequence[str] | None, token_ids: Sequence[int] | None

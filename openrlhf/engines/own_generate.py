@@ -32,7 +32,7 @@ from openrlhf.utils.packing import base_model_of, is_padded
 from openrlhf.utils.tokenizer import Tokenizer
 
 MAX_NUM_ROWS = 256
-STREAM_SEEDS = 2**40  # seeds of a stream; those of the next begin behind them
+STREAM_SEEDS = 2**40  # seeds of a stream; those of the next stream follow
 PAD = 0  # masked wherever it stands
 BLOCK = 256  # tokens of a vocabulary that are summed up
 # Attention that takes masks; "eager" is there for a reason.

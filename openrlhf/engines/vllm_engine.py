@@ -55,7 +55,7 @@ class VLLMEngine:
     """A RolloutEngine; all calls may come from any thread.
 
     Its thread works off a queue: each item is a command or one step of vLLM, and a step queues the
-    next one behind what came in meanwhile. An error of a step, or of the device or a worker in a
+    next one after what came in meanwhile. An error of a step, or of the device or a worker in a
     command, ends the engine: every waiting and later call raises LostEngineError. Any other error
     of a command belongs to its caller alone; one for want of memory, a MachineError, ends the
     engine too.

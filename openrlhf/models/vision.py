@@ -1,4 +1,4 @@
-"""Inputs of vision-language models beside the tokens of a row, and the parts of one that see.
+"""Inputs of vision-language models besides the tokens of a row, and the parts of one that see.
 
 A row without pictures gets a sequence with a blank one: the ranks of ZeRO all call the tower, or
 they would wait for each other.
@@ -56,7 +56,7 @@ def with_blank(batch: PackedBatch, config: Any) -> PackedBatch:
 def vision_inputs(
     model: PreTrainedModel, batch: PackedBatch
 ) -> tuple[PackedBatch, dict[str, Tensor]]:
-    """Return a row as a vision-language model reads it, and its inputs beside tokens."""
+    """Return a row as a vision-language model reads it, and its inputs besides tokens."""
     batch = with_blank(batch, model.config)
     assert batch.images is not None, "each row has some"
     family, images = family_of(model.config), batch.images

@@ -28,7 +28,7 @@ PER_SAMPLE = (
     *("sample_ids", "source_prompts", "response_ids", "images"),
 )
 KEYS = ("rewards", "scores", "extra_logs", "extra_columns", "parts")  # of an answer
-TRUNCATED_COLUMN = "is_truncated"  # of every sample of a run, beside the row's own columns
+TRUNCATED_COLUMN = "is_truncated"  # of every sample of a run, besides the row's own columns
 
 
 Shown = dict[str, dict[str, str]]  # function -> argument -> its value for one sample

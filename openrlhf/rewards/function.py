@@ -180,7 +180,7 @@ class UserFunctions:
     def _answer(
         self, part: WeightedFunction, batch: RewardBatch
     ) -> tuple[Sequence[float | None], RewardResult]:
-        """Return the numbers of a function, B, and what it said beside them."""
+        """Return the numbers of a function, B, and what it returned besides."""
         logs: dict[str, object] = {}
         columns: dict[str, object] = {}
         arguments = accepted(part.function, _arguments(part.function, batch, logs, columns))
@@ -312,7 +312,7 @@ def _arguments(
     noted: dict[str, object] | None = None,
 ) -> dict[str, object]:
     """Return all that a function may ask for, by the names of its form: lists of B. `logs` and
-    `noted` take what it says beside its rewards.
+    `noted` take what it returns besides rewards.
     """
     columns: dict[str, object] = {name: list(values) for name, values in batch.columns.items()}
     named = {IMAGES, IMAGE} & {*inspect.signature(function).parameters}
@@ -381,7 +381,7 @@ def _labels(batch: RewardBatch, *names: str) -> list[object]:
 def _of_rows(
     answers: Sequence[object], source: str
 ) -> tuple[list[object], dict[str, object], dict[str, object]]:
-    """Return the numbers that a function returned for each row, and what stands beside `score`
+    """Return the numbers that a function returned for each row, and the values next to `score`
     where it returned dicts: numbers to be logged, and other values.
     """
     dicts = [answer if isinstance(answer, Mapping) else {"score": answer} for answer in answers]

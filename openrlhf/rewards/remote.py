@@ -38,7 +38,12 @@ WARN_EVERY_S = 60.0
 LEAST_TRY_S = 0.05  # for a try
 MAX_BYTES = 2**24  # of a response, as sent and unpacked
 UNPACKS = 32 + zlib.MAX_WBITS  # gzip or deflate, by its header
-ENVELOPE = ("ids", "models", "request_id", "truncated")  # of a response, beside a function's answer
+ENVELOPE = (
+    "ids",
+    "models",
+    "request_id",
+    "truncated",
+)  # of a response, besides a function's result
 
 
 @dataclass(eq=False)

@@ -45,7 +45,7 @@ class RolloutQueue:
     """Samples generated ahead, bounded by `limits`; a context in which they are generated.
 
     Prompts, filter and ledger are those of `sampler`, whose state is that of the queue too.
-    Finished samples are kept beside it (`finished_groups`); what else was pending is generated
+    Finished samples are saved separately (`finished_groups`); what else was pending is generated
     again. The trainer's thread calls; all state belongs to the event loop of `maker`.
     """
 

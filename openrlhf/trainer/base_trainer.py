@@ -148,8 +148,8 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     @classmethod
     def other_models(cls, config: Any) -> Mapping[str, bool]:
-        """Return the models beside the trained one that read every sample, and whether the weights
-        of each are kept in CPU memory.
+        """Return the other models that read every sample, each with True if its weights are kept in
+        CPU memory.
         """
         return {}
 
@@ -196,7 +196,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         return {}
 
     def summarise(self, values: dict[str, float]) -> dict[str, float]:
-        """Return numbers to report beside the reduced metrics of an evaluation."""
+        """Return further numbers of an evaluation, from its reduced metrics."""
         return {}
 
     def add_router_loss(

@@ -29,7 +29,7 @@ class DevicePhases:
         device_lock: AbstractContextManager[object] | None = None,
     ) -> None:
         """`device_lock`: held while training or a sync has the devices; others who compute there,
-        such as reward models that score beside training, hold it too.
+        such as reward models that score during training, hold it too.
         """
         self.device_lock = nullcontext() if device_lock is None else device_lock
         self.engines = list(engines) if engines_sleep else []

@@ -1,5 +1,5 @@
 """The progress of an RL run and its checkpoints: policy, critic and the controller's own state in
-one commit, and the model of the best evaluation beside them.
+one commit, and next to them the model of the best evaluation.
 
 A folder `global_step<N>` holds `actor`, `critic`, a file of each rank, `state.json` and what was
 generated ahead. The controller stages and commits; the ranks write, so on several nodes the folder

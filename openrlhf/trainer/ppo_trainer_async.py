@@ -1,4 +1,4 @@
-"""Asynchronous RL: the step of PPOTrainer behind a bounded queue, filled while it trains."""
+"""Asynchronous RL: the step of PPOTrainer on a bounded queue of samples, filled while it trains."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -18,7 +18,7 @@ from openrlhf.trainer.workers.model_worker import TrainedWorker
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step's updates beside samples and weights.
+    """The inputs of a step's updates that are neither samples nor weights.
 
     Example: `StepInputs(global_step=3, kl_coef=0.01, num_texts=0, updates=[2, 2, 2])`
     """
@@ -29,7 +29,7 @@ class StepInputs:
     updates: Sequence[int]  # optimizer steps of every step of the run
 
 
-# What the losses of each model read beside the sequences.
+# Columns that the losses of each model read, besides the sequences.
 LOSS_COLUMNS = {
     "actor": ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"),
     "critic": ("values", "returns"),
@@ -54,7 +54,7 @@ def start_update(
     columns: Sequence[str] | None,
     num_done: int = 0,
 ) -> Callable[[], list[UpdateResult]]:
-    """Begin the optimizer steps of a rollout batch behind the first `num_done`; return the function
+    """Begin the optimizer steps of a rollout batch after the first `num_done`; return the function
     that waits for the notes of every share, with these columns of the loss. `texts` are mixed in.
     Without `columns`, the call before has made the first ones, and the notes are those of both.
     """

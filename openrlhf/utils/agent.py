@@ -62,7 +62,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     # A turn gets at most what the context leaves, which is what the run's own number stands for.
     max_tokens: int | None = None
-    stop_token_ids: list[int] = field(default_factory=list)  # beside the end of a turn
+    stop_token_ids: list[int] = field(default_factory=list)  # besides the end of a turn
     stop: list[str] = field(default_factory=list)  # texts that end the turn, and are part of it
     seed: int | None = None
     n: int = 1

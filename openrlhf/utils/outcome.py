@@ -127,7 +127,7 @@ def reward_alone(records: Sequence[Values]) -> str:
 
 
 def other_pass_rates(records: Sequence[Values], name: str) -> list[str]:
-    """Return the names of pass@1 of the data sources beside the one that is judged by `name`."""
+    """Return the names of pass@1 of the data sources other than that of `name`."""
     rates = {each for values in records for each in values if each.endswith(PASS1)}
     return sorted(rates - {name}) if name.endswith(PASS1) else []
 

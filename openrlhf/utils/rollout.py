@@ -78,7 +78,9 @@ class Rollout:
     # For the reward source: the prompt as its row has it, the response without special tokens.
     source_prompt: object = None
     plain_response: str = ""
-    extra_columns: dict[str, object] = field(default_factory=dict)  # what it noted beside rewards
+    extra_columns: dict[str, object] = field(
+        default_factory=dict
+    )  # what the reward source noted besides
     images: tuple[Picture, ...] = ()  # that `token_ids` have places for, in order
 
     @property

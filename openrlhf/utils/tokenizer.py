@@ -328,7 +328,7 @@ def render_chat(
     wants_spans: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a dialogue by a chat template, in a sandbox; return it and the spans that its
-    generation markers enclose. `variables` are what the template reads beside messages and tools.
+    generation markers enclose. `variables` are what the template reads besides messages and tools.
 
     Spans are (start, end) characters, empty unless wanted. Raises TemplateError.
     """

@@ -59,7 +59,7 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def inputs(self, pixels: "Tensor", grid: "Tensor", token_ids: "Tensor") -> Inputs:
-        """Return the arguments of a model of transformers beside the ids, (R, T), of its rows."""
+        """Return the arguments of a model of transformers besides the ids, (R, T), of its rows."""
 
     @abstractmethod
     def engine_inputs(self, pixels: "Tensor", grid: "Tensor") -> tuple[Inputs, Inputs]:

@@ -29,7 +29,7 @@ from openrlhf.trainer.ppo_utils.update_plan import (
     seen_column,
 )
 from openrlhf.trainer.workers.critic_and_frozen import CriticModelActor, RewardModelActor
-from openrlhf.trainer.workers.model_worker import Notes
+from openrlhf.trainer.workers.model_worker import UpdateNotes
 from openrlhf.trainer.workers.policy import PolicyModelActor, correction_of
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
@@ -539,7 +539,7 @@ def test_a_micro_batch_waits_for_no_number(tiny_model_dir: Path, tmp_path: Path)
     actor = make_actor(tiny_model_dir, tmp_path, algo={"kl": kl})
     experience = ragged_experience(8, with_ref=True)
     [[step]] = planned_shares(experience, 1, train_batch_size=8, max_epochs=1, seed=0, kl_coef=0.1)
-    notes = Notes(["new_logprobs"])
+    notes = UpdateNotes(["new_logprobs"])
     with Reads() as reads:
         loss = actor._sample_loss(step, list(range(8)), notes)
         actor.engine.backward(loss, is_last_micro_batch=True)

@@ -329,7 +329,7 @@ class TextCodec:
         return self.expanded(ids, episode.images[: self.num_places(ids)])
 
     def encode_continuation(self, text: str, images: Sequence[Picture] = ()) -> list[int]:
-        """Return the ids of text behind other text: no BOS, no prefix space."""
+        """Return the ids of text that follows other text: no BOS, no prefix space."""
         return self.expanded(self.encoder.encode_segments([_PLAIN_START, text])[1], images)
 
     def num_places(self, token_ids: Sequence[int]) -> int:
@@ -503,10 +503,10 @@ class AgentEngine:
 
 def images_of(prompt: object) -> list[Picture] | None:
     """Return the images of a prompt in vLLM's form; None where it says nothing of them."""
-    beside = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
-    if beside is None:
+    media = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if media is None:
         return None
-    given = beside.get("image") if isinstance(beside, Mapping) else None
+    given = media.get("image") if isinstance(media, Mapping) else None
     return [read_image(image) for image in (given if isinstance(given, list) else [given])]
 
 
@@ -603,7 +603,7 @@ def named_values(params: object) -> dict[str, Any]:
 
 
 def stop_texts(params: Mapping[str, Any]) -> list[str]:
-    """Return the texts that end a turn beside the run's; raises BadAnswerError for other things."""
+    """Return the texts that end a turn besides those of the run; raises BadAnswerError."""
     stop = params.get("stop") or []
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, (list, tuple)) or not all(t and isinstance(t, str) for t in texts):

@@ -229,7 +229,7 @@ class AgentEpisodes:
             named = AgentError(f"row {prompt.row_id + 1}: {error.kind}: {error}")
             raise named.in_user_code(error.user_traceback) from error
         finally:
-            for episode in episodes:  # those beside one that has failed
+            for episode in episodes:  # the others, if one has failed
                 episode.cancel()
             await asyncio.wait(episodes)
         rollouts = [

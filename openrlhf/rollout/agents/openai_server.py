@@ -337,7 +337,7 @@ class Dialogue:
     def _continue(
         self, last: Turn, messages: list[Message], images: list[Picture], tools: object
     ) -> Turn | None:
-        """Return the prompt behind a turn; None where the template does not keep that as it was.
+        """Return the prompt that follows a turn; None where the template changes the turn.
 
         The policy's own words stand in for its message, so that a tool call is not written anew.
         """

@@ -66,10 +66,10 @@ MAX_THREADS = 256  # for plain methods of environments
 
 def serve(connection: socket.socket, token: str, path: str, setup: AgentSetup) -> None:
     """Run episodes until the parent closes the connection; the main function of the process."""
-    Worker(setup).run(connection, token)
+    AgentProcess(setup).run(connection, token)
 
 
-class Worker:
+class AgentProcess:
     """The user's executor, and the episodes that it runs.
 
     The parent calls "start", "run" with each request, and "alive" now and then. It is asked for

@@ -27,7 +27,7 @@ class ModelScorer(Scorer):
         is_streaming: bool = False,
         device_lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        """`in_turn`: the models share devices. `is_streaming`: they may score beside generation.
+        """`in_turn`: the models share devices. `is_streaming`: they may score during generation.
         `device_lock` is held while they score, where others compute on their devices too.
         """
         self.models = models

@@ -5,7 +5,7 @@ not depend on the number of ranks, on the micro-batches or on samples left out b
 contribute. It is made of indices; the samples of a rank are cut out once, when its share is sent,
 and the rank cuts its optimizer steps out of them.
 
-Pre-training text may stand beside the samples, so that the policy does not forget how to write it:
+Pre-training text may be mixed in, so that the policy does not forget how to write it:
 PPO-ptx of InstructGPT (arXiv 2203.02155, section 3.5).
 """
 
@@ -38,7 +38,7 @@ class UpdateStep:
     num_samples: int  # samples of the whole optimizer step, all ranks
     num_steps: int = 1  # optimizer steps of this rollout batch
     kl_coef: float = 0.0  # of the KL in the policy's loss
-    texts: tuple[Tensor, ...] = ()  # (T_i,) int64 each: pre-training text beside the samples
+    texts: tuple[Tensor, ...] = ()  # (T_i,) int64 each: pre-training text that is mixed in
     num_text_tokens: int = 0  # targets of the text of the whole optimizer step, all ranks
 
 
@@ -81,7 +81,7 @@ class Skip:
     """
 
     done: int  # optimizer steps of the batch before it
-    left: int  # behind it, which wait until `fit` is called for them
+    left: int  # after it, which wait until `fit` is called for them
     why: str
 
 
@@ -150,7 +150,7 @@ def update_shares(experience: Experience, plan: Sequence[PlannedStep]) -> Iterat
 
 
 def _totals(step: PlannedStep, rank: int) -> dict[str, Any]:
-    """Return the fields of a rank's UpdateStep beside its samples."""
+    """Return the fields of a rank's UpdateStep other than its samples."""
     own = vars(step) | {"texts": step.texts[rank] if step.texts else ()}
     del own["members"]
     return own
@@ -173,8 +173,8 @@ def without_zero_advantages(step: UpdateStep) -> UpdateStep:
 def mix_texts(
     plan: Sequence[PlannedStep], texts: "SFTDataset", *, num_seen: int, seed: int
 ) -> list[PlannedStep]:
-    """Return the same optimizer steps, each with text beside its samples: as many rows as the step
-    has samples, divided among the ranks. Passes over the text go on behind the `num_seen` rows of
+    """Return the same optimizer steps with text mixed in: as many rows as the step
+    has samples, divided among the ranks. Passes over the text go on after the `num_seen` rows of
     earlier calls, each in an order of its own.
     """
     end = num_seen + sum(step.num_samples for step in plan)

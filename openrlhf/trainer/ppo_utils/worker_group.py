@@ -43,7 +43,7 @@ class WorkerGroup:
         return self.start(method, [args])()
 
     def call_aside(self, method: Callable[..., Any]) -> list[Any]:
-        """Call `method` on every rank beside what the ranks are at, for a thread that waits."""
+        """Call `method` on every rank while the ranks do other work, for a thread that waits."""
         return [method(self.worker)]
 
     def start_again(self, why: LostRankError | None = None) -> int:

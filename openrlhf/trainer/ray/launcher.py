@@ -217,7 +217,7 @@ class RankActor:
         return self.worker.run(method, *args)
 
     def aside(self, method: str) -> Any:
-        """Call a method of the worker beside the one that runs."""
+        """Call a method of the worker while another one runs."""
         yield_cores()
         return getattr(self.worker, method)()
 
@@ -423,8 +423,8 @@ class RayActorGroup(WorkerGroup):
     def _lost_rank(
         self, references: Sequence[Any], rank: int, error: OpenRLHFError
     ) -> LostRankError | None:
-        """Return the loss behind the error of a rank: its own, or that of a peer, which it may have
-        felt before Ray did.
+        """Return the loss that caused the error of a rank: its own, or that of a peer, which the
+        rank may have felt before Ray did.
         """
         felt = getattr(error.__cause__, "cause", error)  # Ray's own error is between the two
         deadline = time.monotonic() + (NODE_S if is_broken_collective(felt) else PEERS_S)

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster beside one another: versions, GPUs, clocks, folders, the network."""
+"""The nodes of a Ray cluster, compared: versions, GPUs, clocks, folders, the network."""
 
 import os
 import tempfile
@@ -144,8 +144,8 @@ def probe_on(node: dict[str, Any], *, with_gpu: bool) -> Any:
 def node_findings(
     address: str, resources: Mapping[str, float], report: NodeReport, versions: dict[str, str]
 ) -> Iterator[Finding]:
-    """Yield the faults of a node of these resources beside these versions, or one fact: it is
-    fine.
+    """Yield the faults of a node with these resources, whose `versions` should be the same, or one
+    finding that it is fine.
     """
     wrong = [finding for finding in report.findings if finding.remedy]
     for name in sorted({*versions, *report.versions}):

@@ -62,7 +62,7 @@ class EngineRecovery:
             if self._is_closed or engine.is_lost:
                 return
             engine.is_lost = True
-        # A request is named "<step>/<row>"; the name of an agent's goes on behind it.
+        # A request is named "<step>/<row>"; that of an agent has more parts after these.
         rows = {row for name in [*engine.requests] for row in name.split("/")[1:2]}
         replace = partial(self._replace, engine, why, rows)
         self._threads.append(start_thread(f"new {engine.name}", replace, engine.give_up))

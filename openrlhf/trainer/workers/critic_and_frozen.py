@@ -1,5 +1,5 @@
-"""The models beside the policy: the critic, the reference policy and the reward model; and a policy
-that is not trained.
+"""The models other than the policy: the critic, the reference policy and the reward model; and a
+policy that is not trained.
 """
 
 from collections.abc import Sequence

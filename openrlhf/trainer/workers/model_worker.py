@@ -172,7 +172,7 @@ class TrainedWorker(ModelWorker):
     title: str  # of the model on a bar
     prefix: str  # of the metrics "lr" and "grad_norm"
     weight_version = 0  # of the policy; counts its updates
-    notes: "Notes"  # of the last `fit`
+    notes: "UpdateNotes"  # of the last `fit`
     taken: Sequence[Write] | None = None  # for a checkpoint, and not yet written
 
     def prepare(
@@ -199,14 +199,15 @@ class TrainedWorker(ModelWorker):
             self.engine.reload_states()
 
     def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] | None = ()) -> UpdateResult:
-        """Make all optimizer steps of one rollout batch on this rank's shares; return this rank's
-        metrics, and those columns of the loss that are asked for. End at a step that is skipped; a
-        call with None for columns goes on behind it, and returns what came of both.
+        """Make optimizer steps of a rollout batch on this rank's shares, until one is skipped;
+        return this rank's metrics and the columns of the loss that are asked for. `columns` None:
+        the last call ended at a skipped step; make the steps after it, and return what came of
+        both calls.
         """
         if columns is None:
             self.notes.pass_skip()
         else:
-            self.notes = Notes(columns)
+            self.notes = UpdateNotes(columns)
         notes, metrics = self.notes, self.notes.metrics
         self.engine.module.train()  # gradient checkpointing works in training mode only
         num_done = 0
@@ -233,7 +234,7 @@ class TrainedWorker(ModelWorker):
         """Return the optimizer steps that the last `fit` has made."""
         return self.notes.num_updates
 
-    def _step(self, notes: "Notes") -> str:
+    def _step(self, notes: "UpdateNotes") -> str:
         """Make an optimizer step. Where the gradient is not finite, skip it on all ranks and return
         the reason, which is what any rank found wrong with its loss; raise it if too many were
         skipped.
@@ -269,7 +270,7 @@ class TrainedWorker(ModelWorker):
         texts += [[]] * (max(all_gather_object(len(texts))) - len(texts))
         return [(self._sample_loss, s) for s in samples] + [(self._text_loss, t) for t in texts]
 
-    def _sample_loss(self, step: UpdateStep, indices: list[int], notes: "Notes") -> Tensor:
+    def _sample_loss(self, step: UpdateStep, indices: list[int], notes: "UpdateNotes") -> Tensor:
         own = step.experience.select(indices) if indices else step.experience.stand_in()
         experience = own.to(self.engine.device)
         noted = notes.of_update if indices else Metrics()
@@ -281,7 +282,7 @@ class TrainedWorker(ModelWorker):
         groups = own.group_ids.unique().tolist()[:8]
         return notes.checked(loss, f"samples of groups {groups} (group_id in the files of samples)")
 
-    def _text_loss(self, step: UpdateStep, indices: list[int], notes: "Notes") -> Tensor:
+    def _text_loss(self, step: UpdateStep, indices: list[int], notes: "UpdateNotes") -> Tensor:
         texts = [step.texts[index] for index in indices] or [torch.zeros(2, dtype=torch.int64)]
         is_target = [torch.arange(len(token_ids)) > 0 for token_ids in texts]
         batch = PackedBatch.from_sequences(texts, is_target).to(self.engine.device)
@@ -353,8 +354,8 @@ class TrainedWorker(ModelWorker):
         return all_or_none(lambda: [take(), self.take_own(Path(folder))])
 
     def write_taken(self) -> str:
-        """Write what was taken last; return what went wrong, if anything. A thread beside the one
-        that trains calls.
+        """Write what was taken last; return what went wrong, if anything. Another thread than
+        the one that trains calls.
         """
         writes, self.taken = self.taken, None
         if writes is None:
@@ -379,7 +380,7 @@ class TrainedWorker(ModelWorker):
 
     def take_own(self, folder: Path) -> Write:
         """Write random numbers and weight version as JSON; return the function that writes what a
-        subclass has beside them.
+        subclass adds.
         """
         state = {"random": random_state(), "world_size": world_size()}
         state["num_threads"] = torch.get_num_threads()
@@ -410,7 +411,7 @@ class TrainedWorker(ModelWorker):
         all_or_none(lambda: export_hf(model, tokenizer, Path(path), tensors=tensors))
 
 
-class Notes:
+class UpdateNotes:
     """Collects the metrics of a rank's optimizer steps, and columns of the loss: for each sample
     those of its first epoch.
     """
@@ -437,7 +438,7 @@ class Notes:
         self._forget_update()
 
     def pass_skip(self) -> None:
-        """Go on behind the update that was skipped, without its metrics."""
+        """Go on after the update that was skipped, without its metrics."""
         self.num_updates, self.skip = self.num_updates + 1, None
         self._forget_update()
 

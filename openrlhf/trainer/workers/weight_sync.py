@@ -77,7 +77,7 @@ class WeightTransport:
         self.workers_per_engine = workers_per_engine
         self.num_workers = (num_engines or len(engines)) * workers_per_engine
         self.failed: dict[int, SyncFailure] = {}  # engines by index; nothing is sent to them
-        self.own_error: BaseException | None = None  # of the trainer, if no engine is behind it
+        self.own_error: BaseException | None = None  # of the trainer, if no engine caused it
         self.memory = memory_of(device)
         self.bucket_bytes = max(self.memory.bucket_bytes, num_bytes // NUM_BUCKETS)
         self._buffers: list[tuple[Tensor, Handle]] = []  # the one that is filled comes last
