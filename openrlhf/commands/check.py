@@ -375,11 +375,11 @@ class Plan:
             if have is not None:
                 lines[place] += f"; {human_size(have)} are there"
                 with self.gathered:
-                    self.judge(place, certain, peak, have)
+                    self.check_fits(place, certain, peak, have)
         if lines:
             print_banner({"memory of each rank, about": lines})
 
-    def judge(self, place: str, certain: float, peak: float, have: float) -> None:
+    def check_fits(self, place: str, certain: float, peak: float, have: float) -> None:
         """Raise ConfigError if weights and states cannot fit; warn if micro-batches may not."""
         less, less_work = LESS[bool(self.trained)]
         if certain > have:

@@ -78,7 +78,7 @@ IMAGE_COLUMNS = ("images", "image")
 OTHER_MEDIA = ("videos", "video", "audios", "audio")
 
 # Columns that are kept of each row of the data set, besides its example.
-_FACTS = {
+_PER_ROW = {
     "left_out": Value("string"),  # why the row is no example; "" for an example
     "problem": Value("string"),  # what is wrong with the row; "" for nothing
     "is_truncated": Value("bool"),
@@ -97,7 +97,7 @@ _FEATURES = Features(
         "targets": List(List(Value("bool"))),
         "extra": Value("string"),  # JSON
         "images": List(Value("string")),  # SHA-256 of each picture
-        **_FACTS,
+        **_PER_ROW,
     }
 )
 
@@ -176,17 +176,17 @@ class TokenizedDataset(ABC):
         self._joined = "input" if is_joined and self._columns[0] == "instruction" else None
         self._settle()
         self._table = self._tokenised()
-        self._facts: dict[str, list] = self._table.select_columns(list(_FACTS))[:]
-        self.bad_rows = [(row, what) for row, what in enumerate(self._facts["problem"]) if what]
+        self._per_row: dict[str, list] = self._table.select_columns(list(_PER_ROW))[:]
+        self.bad_rows = [(row, what) for row, what in enumerate(self._per_row["problem"]) if what]
         if row_format.bad_rows == "fail":
             problems = [f"{row_place(rows, row)}: {what}" for row, what in self.bad_rows]
             raise_bad_rows(self.subject, problems, REMEDY)
-        reasons = self._facts["left_out"]
+        reasons = self._per_row["left_out"]
         for row, _ in self.bad_rows:
             reasons[row] = "bad"
         self.dropped = Counter(filter(None, reasons))  # rows left out, by reason
         self.row_ids = [row for row, why in enumerate(reasons) if not why]  # of each example
-        self.num_truncated = sum(self._facts["is_truncated"])  # rows cut at the length limit
+        self.num_truncated = sum(self._per_row["is_truncated"])  # rows cut at the length limit
         self._report()
 
     def __len__(self) -> int:
@@ -207,7 +207,7 @@ class TokenizedDataset(ABC):
     def images(self, index: int) -> tuple[Picture, ...]:
         """Return the pictures of an example; raise DataError if they changed since the start."""
         row_id = self.row_ids[index]
-        if not self._facts["num_images"][row_id]:
+        if not self._per_row["num_images"][row_id]:
             return ()
         expected = self._table[row_id]["images"]
         try:
@@ -247,7 +247,7 @@ class TokenizedDataset(ABC):
     @property
     def fingerprint(self) -> str:
         """Return a hash of all examples, to notice on resume that the data changed."""
-        digests = self._facts["digest"]
+        digests = self._per_row["digest"]
         return hashlib.sha256("".join(digests[row] for row in self.row_ids).encode()).hexdigest()
 
     def check_fits(
@@ -552,7 +552,7 @@ class TokenizedDataset(ABC):
         return sequences, json.loads(row["extra"])
 
     def _fact(self, name: str) -> Tensor:
-        values = self._facts[name]
+        values = self._per_row[name]
         return torch.tensor([values[row] for row in self.row_ids], dtype=torch.int64)
 
     def _tokenised(self) -> Dataset:
@@ -731,12 +731,12 @@ class TokenizedDataset(ABC):
         DataError if none is left.
         """
         num_rows, form = len(self._rows), self._format
-        fields = {name for names in set(self._facts["unread"]) for name in names.splitlines()}
+        fields = {name for names in set(self._per_row["unread"]) for name in names.splitlines()}
         if unread := [*map(repr, self._unread), *sorted(fields)]:
             has_meaning = {*PROMPT_COLUMNS, *DIALOGUE_COLUMNS} & {*self._unread}
             told = f"not read: {', '.join(unread)}"
             self.notices.append(Caution(told) if has_meaning else told)
-        if num_spelled := sum(self._facts["is_spelled"]):
+        if num_spelled := sum(self._per_row["is_spelled"]):
             how = "text"
             if form.allow_special_tokens and not form.apply_chat_template:
                 how = "control tokens. --allow_special_tokens false reads them as text"
