@@ -76,7 +76,7 @@ class RolloutMaker:
     def __init__(self, source: SampleSource, scorer: GroupScorer) -> None:
         self.source = source
         self.scorer = scorer
-        self.sampled_at = 0.0  # when the last samples came
+        self.sampled_at = 0.0  # time of the last samples
         self.loop = LoopThread("rollouts")
 
     async def rollout(self, request: RolloutRequest) -> list[Rollout]:
@@ -137,7 +137,7 @@ class GroupStream:
         self._opened_at = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._group_ids = itertools.count()
-        self._last: list[Rollout] = []  # one of the group before, to compare with
+        self._last: list[Rollout] = []  # a sample of the last group, whose scores are compared
         self._out: asyncio.Queue[FinishedGroup | BaseException] = asyncio.Queue()
         self._metrics = Metrics()
 

@@ -99,7 +99,7 @@ def test_a_rank_that_dies_while_its_model_is_idle_is_said_once_and_later_in_the_
 ):
     rank = WatchedRank(group, 0, 600.0)
     for text in (DEATH, DEATH):
-        assert rank.died(text)
+        assert rank.note_death(text)
     why = "ref rank 0 of 2 died: pid 719 ended without a word (SIGKILL, or an exit of native code)"
     said = " ".join(capsys.readouterr().err.split())
     assert said == f"warning: {why}; the run goes on until it waits for ref."
@@ -111,7 +111,7 @@ def test_an_idle_rank_that_is_ended_because_it_hangs_is_said_once(group, killed,
     rank = WatchedRank(group, 0, 600.0)
     why = "ref rank 0 of 2 has not responded for 600 s, and was ended"
     assert rank.end(EngineError(why)) is None
-    assert rank.died(BY_US)
+    assert rank.note_death(BY_US)
     assert killed == [rank.handle]
     said = " ".join(capsys.readouterr().err.split())
     assert said == f"warning: {why}; the run goes on until it waits for ref."
@@ -123,7 +123,7 @@ def test_a_rank_that_dies_while_it_is_waited_for_is_left_to_whoever_waits(
     rank = WatchedRank(group, 0, 600.0)
 
     def wait(references: list[int], **_: object) -> tuple[list[int], list[int]]:
-        rank.died(DEATH)
+        rank.note_death(DEATH)
         return references[:1], references[1:]
 
     def get(reference: int, timeout: float) -> None:
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_while_it_is_waited_for_is_left_to_whoever_waits(
     monkeypatch.setattr(launcher.ray, "get", get)
     with pytest.raises(LostRankError, match="pid 719 ended without a word"):
         group._wait([1, 2])
-    rank.died(DEATH)
+    rank.note_death(DEATH)
     assert capsys.readouterr().err == ""
 
 

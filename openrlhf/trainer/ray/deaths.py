@@ -74,8 +74,8 @@ def death_of_ray(who: str, process: psutil.Process) -> EngineError:
 
 
 def death_of_worker(text: str, who: str, log: str) -> str:
-    """Return a sentence about a rank or an engine whose process has died, by what Ray says of it,
-    without its guesses; `log` begins the names of its logs.
+    """Return a sentence about the death of a rank or an engine, made from Ray's `text` and without
+    its guesses; `log` begins the names of its logs.
     """
     file = latest_log(log)
     crash = re.search(r"^Fatal Python error: (.+?)$", text_of(file), re.MULTILINE)

@@ -61,7 +61,7 @@ class Watched:
         self.last = health or self.last
 
     def ask(self, seconds: float) -> None:
-        """Hear whether it has responded in the seconds since the last time, and ask again."""
+        """Record whether it has responded in the `seconds` since the last time, and ask again."""
         if self.asked and not ray.wait(self.asked, timeout=0)[0]:
             self.hear(None, seconds)
             return
@@ -70,12 +70,14 @@ class Watched:
         health = self.handle.health.options(concurrency_group=HEALTH_GROUP)
         self.asked = [health.remote()]
 
-    def died(self, text: str) -> bool:
-        """Return True if it is to be asked again, though Ray says in `text` that it is dead."""
+    def note_death(self, text: str) -> bool:
+        """Note that it is dead, as Ray says in `text`; return True if another one takes its place
+        and is to be asked.
+        """
         return False
 
     def end(self, failure: EngineError) -> EngineError | None:
-        """End it; return the error of the run, if that ends."""
+        """End the process; return the error that ends the run, or None if the run goes on."""
         ray.kill(self.handle)
         return failure
 
@@ -90,7 +92,7 @@ class Watched:
             self.show(completed=self.last.num_done, total=self.last.total)
 
     def describe(self) -> str:
-        """Return who has not got on, for how long, and at what."""
+        """Return a sentence: which process made no progress, for how long, and in which work."""
         pid = "" if self.last is None else f" (pid {self.last.pid})"
         work = self.last.work if self.last is not None else None
         what = "has not got on" if self.is_responding else "has not responded"
@@ -116,7 +118,7 @@ class WatchedActor(Watched):
     what_follows = "it is ended"
 
     def present(self) -> tuple[Any, str]:
-        """Return the actor that there is now, None while one is started, and who it is."""
+        """Return the present actor, None while a new one is started, and its name in messages."""
         raise NotImplementedError
 
     def ask(self, seconds: float) -> None:
@@ -139,7 +141,7 @@ class WatchedEngine(WatchedActor):
         engine = self.engine
         return None if engine.is_lost else engine.handle, f"engine {engine.who}"
 
-    def died(self, text: str) -> bool:
+    def note_death(self, text: str) -> bool:
         why = death_of_worker(text, self.engine.who, self.engine.log)
         self.engine.lose(LostEngineError(why), actor=self.handle)
         return True
@@ -161,7 +163,7 @@ class WatchedRank(WatchedActor):
         group, rank = self.group, self.rank
         return None if group.is_starting else group.handles[rank], group.who(rank)
 
-    def died(self, text: str) -> bool:
+    def note_death(self, text: str) -> bool:
         self.quiet.reset()
         if self.rank not in self.group.ended:
             why = death_of_worker(text, self.who, self.log)
@@ -185,7 +187,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> None:
-        """Hear all of them once, so that the process of one that is stopped later is known."""
+        """Ask all of them once: messages about one that stops later need its process id."""
         self._ask_all(0.0)
         asked = [reference for watched in self._watched for reference in watched.asked]
         ray.wait(asked, num_returns=len(asked), timeout=WAIT_S)
@@ -194,8 +196,8 @@ class Watch:
         self._thread.start()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Ask no more: a question after Ray's end would start Ray anew. An error that came of
-        ending a process that did not get on is raised as that.
+        """Ask no more: a question after Ray's end would start Ray anew. If a process was ended
+        because it made no progress, raise that in place of the error that followed from it.
         """
         self._is_closed.set()
         self._thread.join(WAIT_S)
@@ -239,7 +241,7 @@ class Watch:
         return None
 
     def _ask_all(self, seconds: float) -> None:
-        """Hear who has responded since the last round, and ask them again."""
+        """Record which processes have responded since the last round, and ask them again."""
         for watched in list(self._watched):
             try:
                 watched.ask(seconds)
@@ -248,11 +250,11 @@ class Watch:
                 watched.hear(None, seconds)
             except ray.exceptions.RayError as error:
                 watched.asked = []
-                if not watched.died(str(error).strip()):
+                if not watched.note_death(str(error).strip()):
                     self._watched.remove(watched)
 
     def _judge(self) -> None:
-        """Say who is quiet; kill who has reached the deadline."""
+        """Warn of processes that make no progress; kill one that has reached its deadline."""
         for watched in self._watched:
             if watched.quiet.seconds >= watched.deadline_s:
                 self._kill(watched)
@@ -263,7 +265,7 @@ class Watch:
                 warn(f"{watched.describe()}; {watched.what_follows} after {limit}.")
 
     def _kill(self, overdue: Watched) -> None:
-        """End a process; of several, one that does not respond, for the others wait for it."""
+        """End the process that holds up the others: of several, one that does not respond."""
         mute = [watched for watched in self._watched if not watched.is_responding]
         # One that waits for another has often had less to do, and has been quiet for longer.
         silent = [other for other in mute if other.quiet.seconds > overdue.quiet.seconds / 2]
