@@ -101,9 +101,9 @@ class FunctionPool(RewardSource):
         return replace(result, unread=[str(key) for key in unread])
 
     async def _ask(self, method: str, batch: RewardBatch) -> Any:
-        """Return the result of a method of UserFunctions in a worker, another one if that is killed
-        from outside, once; raise RewardError when the worker ended or did not reply in time, and
-        ConfigError when the file cannot be loaded or used.
+        """Return the result of a method of UserFunctions in a worker. If that is killed from
+        outside, another one is asked, once. Raise RewardError when the worker ended or did not
+        reply in time, and ConfigError when the file cannot be loaded or used.
         """
         index = await self._idle.get()
         log = self.log_dir / f"reward-{index}.log" if self.log_dir else Path(os.devnull)

@@ -78,7 +78,7 @@ class Tracker:
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Have a disk that takes nothing cost what is written in the block, and one warning."""
+        """Turn an error of the disk in the block into one warning; training goes on."""
         try:
             yield
         except OSError as error:
