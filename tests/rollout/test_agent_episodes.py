@@ -157,12 +157,19 @@ def test_what_an_agent_writes_to_open_descriptors_is_no_message(data, tmp_path, 
     assert not made.exists()  # it was not unpickled here
 
 
-def test_a_stopped_process_is_ended_at_the_limit_of_a_step(tmp_path, tiny_tokenizer):
+@pytest.mark.parametrize(
+    ("limits", "waited"),
+    [({"step_timeout_s": 0.5}, "0.5 s"), ({"episode_timeout_s": 0.5}, "1.5 s")],
+)
+def test_a_stopped_process_is_ended_at_its_first_limit(
+    limits, waited, tmp_path, tiny_tokenizer, monkeypatch
+):
+    monkeypatch.setattr(episodes, "GRACE_S", 1.0)
     code = environment("import signal\nos.kill(os.getpid(), signal.SIGSTOP)")
-    result, seconds = outcome(tmp_path, tiny_tokenizer, code, step_timeout_s=0.5)
+    result, seconds = outcome(tmp_path, tiny_tokenizer, code, **limits)
     assert (
         result.kind == "blocked"
-        and "agent_func.py: its process did not respond for 0.5 s" in str(result)
+        and f"agent_func.py: its process did not respond for {waited}" in str(result)
     )
     assert seconds < 20
 

@@ -143,13 +143,13 @@ class AgentWorker:
     async def _act(self, request: EpisodeRequest) -> EpisodeResult:
         process = await self.process()
         sample_id, path = request.sample_id, self.setup.path
+        limit_s = self.setup.episode_timeout_s + GRACE_S
         self._acting.add(sample_id)
         try:
-            limit_s = self.setup.episode_timeout_s + GRACE_S
             found = await process.call("run", request, timeout_s=limit_s)
             return checked(found, self.setup)
         except TimeoutError:  # it could not even say where it is
-            waited = f"did not respond for {self.setup.step_timeout_s:g} s"
+            waited = f"did not respond for {min(limit_s, self.setup.step_timeout_s):g} s"
             raise AgentError(f"{path}: its process {waited}", "blocked") from None
         except AgentError as error:
             if error.kind == "blocked":
