@@ -159,11 +159,17 @@ def test_a_run_goes_on_from_its_last_checkpoint_with_new_ranks(
 
 
 # All that may be lost; OPENRLHF_SOAK_STEPS=300 makes a long one of it, with a fault in ten steps.
+PHASES_OF = {
+    ENGINE: ("generate", "update", "sync"),
+    ACTOR: tuple(PHASES),
+    CRITIC: ("score", "update", "save"),
+    REFERENCE: ("score",),
+}
 MAY_BE_LOST = [
-    *((ENGINE, phase, KILL) for phase in ("generate", "update", "sync")),
-    *((ACTOR, phase, KILL) for phase in PHASES),
-    *((CRITIC, phase, KILL) for phase in ("score", "update", "save")),
-    (REFERENCE, "score", KILL),
+    (title, phase, how)
+    for title, phases in PHASES_OF.items()
+    for phase in phases
+    for how in (KILL, STOP)
 ]
 
 
