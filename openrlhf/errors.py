@@ -150,9 +150,9 @@ def machine_fault(error: BaseException) -> MachineError | None:
     """Return an error of the system as one of the machine, if it says that something ran out."""
     if not isinstance(error, OSError) or error.errno not in NO_ROOM:
         return None
-    place = f" ({error.filename})" if error.filename else ""
+    where = f" ({error.filename})" if error.filename else ""
     return MachineError(
-        f"this machine is out of something: {error.strerror}{place}. Look at `df -h` (of /dev/shm "
+        f"this machine is out of something: {error.strerror}{where}. Look at `df -h` (of /dev/shm "
         "too), `free` and `ulimit -a`."
     )
 

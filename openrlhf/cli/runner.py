@@ -46,7 +46,7 @@ class Command(Generic[ConfigT]):
 
     def __call__(self, argv: Sequence[str] | None = None, *, only_checks: bool = False) -> None:
         words = list(sys.argv[1:] if argv is None else argv)
-        if asks := [place for place, word in enumerate(words) if word in ("-h", "--help")]:
+        if asks := [index for index, word in enumerate(words) if word in ("-h", "--help")]:
             topic = takewhile(lambda word: not word.startswith("--"), words[asks[0] + 1 :])
             show_help(self, [*topic])
             return
@@ -96,14 +96,14 @@ def leave(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def imported(*places: str) -> Callable[[CommandConfig], Work]:
-    """Return a loader of the function at `module:name`; further places are its first arguments.
+def imported(*names: str) -> Callable[[CommandConfig], Work]:
+    """Return a loader of the function at `module:name`; further names are its first arguments.
 
     They are imported when a command runs, because --help must not import torch.
     """
 
     def load(config: CommandConfig) -> Work:
-        function, *first = map(resolve_name, places)
+        function, *first = map(resolve_name, names)
         return partial(function, *first, config)
 
     return load

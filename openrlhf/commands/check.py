@@ -220,9 +220,9 @@ def gathering(config: RunConfig, known_problems: Sequence[str]) -> Iterator[Gath
     """
     gathered = Gathered()
     gathered.problems += known_problems
-    for flag, place in config.ckpt.folders.items():
-        if os.path.isdir(place) and os.access(place, os.W_OK):
-            with gathered, folders.holding(Path(place), flag):
+    for flag, folder in config.ckpt.folders.items():
+        if os.path.isdir(folder) and os.access(folder, os.W_OK):
+            with gathered, folders.holding(Path(folder), flag):
                 pass
     yield gathered
     missing = [re.escape(UNNAMED)]
@@ -370,26 +370,27 @@ class Plan:
                 states_sleep=self.has_gpus and config.ds.enable_sleep,
             )
             peak += PROCESS * sum(counts)
-            place = "this machine" if not self.has_gpus else f"a GPU of {pool}" if pool else "a GPU"
-            lines[place] = f"{human_size(peak)} at most"
+            gpu = f"a GPU of {pool}" if pool else "a GPU"
+            device = gpu if self.has_gpus else "this machine"
+            lines[device] = f"{human_size(peak)} at most"
             if have is not None:
-                lines[place] += f"; {human_size(have)} are there"
+                lines[device] += f"; {human_size(have)} are there"
                 with self.gathered:
-                    self.check_fits(place, certain, peak, have)
+                    self.check_fits(device, certain, peak, have)
         if lines:
             print_banner({"memory of each rank, about": lines})
 
-    def check_fits(self, place: str, certain: float, peak: float, have: float) -> None:
+    def check_fits(self, device: str, certain: float, peak: float, have: float) -> None:
         """Raise ConfigError if weights and states cannot fit; warn if micro-batches may not."""
         less, less_work = LESS[bool(self.trained)]
         if certain > have:
             raise ConfigError(
-                f"memory of {place}: {human_size(certain)} of weights, optimizer states and "
+                f"memory of {device}: {human_size(certain)} of weights, optimizer states and "
                 f"engines do not fit into {human_size(have)}. Type {less}."
             )
         if peak > have:
             peak_text = f"about {human_size(peak)} of {human_size(have)}"
-            warn(f"memory of {place}: {peak_text}. Type {less_work}")
+            warn(f"memory of {device}: {peak_text}. Type {less_work}")
 
     def has_room_for(self, roles: Iterable[str]) -> bool:
         """Return True if this machine has memory now for the weights of these roles."""

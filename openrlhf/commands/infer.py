@@ -58,7 +58,7 @@ from openrlhf.models.support import (
     num_positions,
 )
 from openrlhf.models.value_head import RewardModel
-from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
+from openrlhf.rollout.engine_pool import BatchedEngine, EnginePool, SamplingEngine
 from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.adapter_folder import refuse_adapter
@@ -278,15 +278,15 @@ def generated(
             processor=task.image_processor,
         )
         num_prompts = max(num_rows * BATCHES_IN_CHUNK // config.rollout.best_of_n, 1)
-        yield from drained(task, task.longest_first(mine, num_prompts), BatchSampler(own.generate))
+        yield from drained(task, task.longest_first(mine, num_prompts), BatchedEngine(own.generate))
 
 
 def drained(
-    task: BatchTask, rounds: Sequence[Sequence[int]], sampler: Sampler
+    task: BatchTask, rounds: Sequence[Sequence[int]], engine: SamplingEngine
 ) -> Iterator[tuple[int, list[Row]]]:
     """Yield the items of each round, as they are finished, with their rows."""
     pool = EnginePool(
-        [sampler], task.tokenizer, vocab_size=task.model_config.get_text_config().vocab_size
+        [engine], task.tokenizer, vocab_size=task.model_config.get_text_config().vocab_size
     )
     maker = RolloutMaker(pool, GroupScorer(None, FailurePolicy(step_size=1)))
     stream, run = maker.open_stream(sampling_of(task)), maker.loop.run

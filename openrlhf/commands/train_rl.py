@@ -31,7 +31,7 @@ from openrlhf.models.support import check_here
 from openrlhf.report.report import reporting
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.agents.episodes import agent_rollout_maker, agent_setup
-from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
+from openrlhf.rollout.engine_pool import BatchedEngine, EnginePool, SamplingEngine
 from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.trainer.device_phases import DevicePhases
@@ -318,8 +318,8 @@ def rollout_maker_of(
 ) -> RolloutMaker:
     """Return the maker of scored rollouts: engines and rewards, or agents that use the engines."""
     groups = cluster.groups
-    samplers: Sequence[Sampler] = list(cluster.engines) or [
-        BatchSampler(partial(groups["actor"].divide, PolicyModelActor.generate))
+    engines: Sequence[SamplingEngine] = list(cluster.engines) or [
+        BatchedEngine(partial(groups["actor"].divide, PolicyModelActor.generate))
     ]
     if config.train.agent_func_path:
         setup = agent_setup(
@@ -328,7 +328,7 @@ def rollout_maker_of(
             vocab_size=inputs.vocab_size,
             image_processor=inputs.image_processor,
         )
-        return agent_rollout_maker(setup, samplers, policy)
+        return agent_rollout_maker(setup, engines, policy)
     if inputs.reward_source is not None:
         batch_size, num_steps = config.rollout.micro_batch_size, len(inputs.updates)
         scorer: Scorer = SourceScorer(
@@ -349,7 +349,7 @@ def rollout_maker_of(
             is_streaming=has_own_devices or never_pauses,
             device_lock=phases.device_lock,
         )
-    pool = EnginePool(samplers, inputs.tokenizer, vocab_size=inputs.vocab_size)
+    pool = EnginePool(engines, inputs.tokenizer, vocab_size=inputs.vocab_size)
     return RolloutMaker(pool, GroupScorer(scorer, policy))
 
 
@@ -361,18 +361,18 @@ def banner_sections(
     view, train, rollout, reward = cluster.view, config.train, config.rollout, config.reward
     demands = {demand.role: demand for demand in cluster.demands}
     # Roles of one pool share devices; without Ray there are no pools.
-    places = {role: f", devices: {demand.pool}" if view else "" for role, demand in demands.items()}
+    pools = {role: f", devices: {demand.pool}" if view else "" for role, demand in demands.items()}
     paths = {"critic": config.critic_source, **config.reward_roles}
     models = {
         role: f"{paths.get(role, config.policy_path)}: {format_count(size)} parameters, "
-        f"{demands[role].num_ranks} rank(s){places[role]}"
+        f"{demands[role].num_ranks} rank(s){pools[role]}"
         for role, size in sizes.items()
     }
     models["generation"] = "the actor itself"
     if "vllm" in demands:
         width, num_engines = config.vllm.tensor_parallel_size, demands["vllm"].num_ranks
         engines = f"{num_engines} x vLLM of {width} device(s) each"
-        models["generation"] = engines + places["vllm"]
+        models["generation"] = engines + pools["vllm"]
     num_drawn = min(rollout.batch_size, num_prompts)
     num_samples = num_drawn * rollout.n_samples_per_prompt
     left = num_samples % train.batch_size if num_samples > train.batch_size else 0

@@ -260,8 +260,8 @@ class Reading(Generic[ConfigT]):
         except ValidationError as error:
             wrong: dict[str, str] = {}
             for detail in error.errors():
-                place = ".".join(map(str, detail["loc"])) + "."
-                leaf = next(o for o in walk(self.config_class) if place.startswith(f"{o.path}."))
+                path = ".".join(map(str, detail["loc"])) + "."
+                leaf = next(o for o in walk(self.config_class) if path.startswith(f"{o.path}."))
                 source, raw = self.sources[leaf.path], self.values[leaf.path]
                 wrong.setdefault(leaf.path, describe(leaf, source, raw, detail))
             self.problems += wrong.values()

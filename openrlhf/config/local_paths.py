@@ -122,12 +122,12 @@ def _output_problems(opens: str, name: str, typed: str) -> Iterator[str]:
         yield f"{typed} is a folder. Type {remedy}."
         return
     folder = path if opens == "output" else path.parent
-    place = next(part for part in (folder, *folder.absolute().parents) if os.path.lexists(part))
+    parent = next(part for part in (folder, *folder.absolute().parents) if os.path.lexists(part))
     try:  # rights alone say nothing of /proc, of a full disk or of what a server of files allows
-        with tempfile.TemporaryDirectory(dir=place):
+        with tempfile.TemporaryDirectory(dir=parent):
             pass
     except OSError as error:
-        yield f"{typed} cannot be written: {place}: {error.strerror}. Type {remedy}."
+        yield f"{typed} cannot be written: {parent}: {error.strerror}. Type {remedy}."
 
 
 def path_of(opens: str, name: str) -> Path | None:
@@ -139,8 +139,8 @@ def path_of(opens: str, name: str) -> Path | None:
         return None if is_template_text(name) else path
     if opens == "code":
         file, colon, _ = name.rpartition(":")  # `file.py:name` of a function
-        place = file if colon and file.endswith(".py") else name
-        return _expanded(place) if looks_local(place) and not SCHEME.match(name) else None
+        typed = file if colon and file.endswith(".py") else name
+        return _expanded(typed) if looks_local(typed) and not SCHEME.match(name) else None
     folder, at, subset = name.rpartition("@")
     if opens == "data" and at and os.path.isdir(_expanded(folder)):
         return path if os.path.exists(path) else _expanded(folder) / subset

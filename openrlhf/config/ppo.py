@@ -534,9 +534,9 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
             yield f"--advantage_estimator {advantage.estimator}: {group} samples of each prompt."
         is_biased = kl.use_loss == (kl.estimator == "k1") and not kl.unbiased_gradient
         if kl.init_coef > 0 and is_biased:
-            place, better = ("with", "k2 or k3") if kl.use_loss else ("without", "k1")
+            how, better = ("with", "k2 or k3") if kl.use_loss else ("without", "k1")
             yield Caution(
-                f"--kl_estimator {kl.estimator} {place} --use_kl_loss gives a wrong gradient "
+                f"--kl_estimator {kl.estimator} {how} --use_kl_loss gives a wrong gradient "
                 f"of the KL. Type --kl_estimator {better}."
             )
         if self.train.async_enable and not advantage.is_corrected:

@@ -192,8 +192,8 @@ def free_memory() -> int:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the disk that `path`, which need not exist, is or would be on."""
-    place = next(part for part in (path, *path.absolute().parents) if part.exists())
-    return shutil.disk_usage(place).free
+    parent = next(part for part in (path, *path.absolute().parents) if part.exists())
+    return shutil.disk_usage(parent).free
 
 
 def has_room(path: Path, num_bytes: float) -> bool:

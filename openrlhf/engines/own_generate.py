@@ -259,9 +259,9 @@ def shared_prompts(
         return_dict_in_generate=True,
         synced_gpus=False,
     ).past_key_values
-    place = {prompt: k for k, prompt in enumerate(first)}
-    places = [place[tuple(row.prompt_token_ids)] for row in rows]
-    cache.reorder_cache(torch.tensor(places, device=token_ids_RL.device))
+    row_of = {prompt: k for k, prompt in enumerate(first)}
+    order = [row_of[tuple(row.prompt_token_ids)] for row in rows]
+    cache.reorder_cache(torch.tensor(order, device=token_ids_RL.device))
     return {"past_key_values": cache}
 
 

@@ -37,7 +37,7 @@ GROUP_COLUMNS = {
     "reward_max": "max(reward)",
     "num_actions": "avg(num_actions)",
 }
-SHOWN = "samples JOIN (SELECT unnest(?) AS place) ON rowid = place"
+SHOWN = "samples JOIN (SELECT unnest(?) AS shown_rowid) ON rowid = shown_rowid"
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ class SampleIndex:
         """Return a page of samples and how many there are in all."""
         where, values = _condition(query)
         order = _order(query, ("file", "number", *COLUMNS), "file, number")
-        places = self._places(f"SELECT rowid FROM samples{where}{order}", values)
+        rowids = self._rowids(f"SELECT rowid FROM samples{where}{order}", values)
         chosen = ", ".join(
             f"left({name}, {MAX_PREVIEW}) AS {name}" if name in SEARCHED else name
             for name in ("file", "number", *COLUMNS)
         )
-        rows = self._rows(f"SELECT {chosen} FROM {SHOWN}{order}", [_page(places, query)])
-        return {"total": len(places), "rows": rows}
+        rows = self._rows(f"SELECT {chosen} FROM {SHOWN}{order}", [_page(rowids, query)])
+        return {"total": len(rowids), "rows": rows}
 
     def groups(self, query: Query) -> Row:
         """Return a page of prompts with what their samples have in common, and how many prompts
@@ -119,17 +119,17 @@ class SampleIndex:
         where, values = _condition(query)
         chosen = ", ".join(f"{what} AS {name}" for name, what in GROUP_COLUMNS.items())
         order = _order(query, ("file", "group_id", *GROUP_COLUMNS), "file, group_id")
-        grouped = f"(SELECT file, group_id, list(rowid) AS places, {chosen} FROM {{}} GROUP BY ALL)"
-        places = self._places(
-            f"SELECT places FROM {grouped.format(f'samples{where}')}{order}", values
+        grouped = f"(SELECT file, group_id, list(rowid) AS rowids, {chosen} FROM {{}} GROUP BY ALL)"
+        rowids = self._rowids(
+            f"SELECT rowids FROM {grouped.format(f'samples{where}')}{order}", values
         )
-        shown = [place for members in _page(places, query) for place in members.tolist()]
+        shown = [rowid for members in _page(rowids, query) for rowid in members.tolist()]
         source = grouped.format(SHOWN)
-        rows = self._rows(f"SELECT * EXCLUDE places FROM {source}{order}", [shown])
-        return {"total": len(places), "rows": rows}
+        rows = self._rows(f"SELECT * EXCLUDE rowids FROM {source}{order}", [shown])
+        return {"total": len(rowids), "rows": rows}
 
-    def _places(self, sql: str, values: Sequence[object]) -> list[Any]:
-        """Return the places of the samples or groups of a query, in its order; those of the last
+    def _rowids(self, sql: str, values: Sequence[object]) -> list[Any]:
+        """Return the rowids of the samples or groups of a query, in its order; those of the last
         queries are kept, so that a page turns without a search.
         """
         key = (sql, *values)
@@ -187,8 +187,8 @@ def _condition(query: Query) -> tuple[str, list[object]]:
     return " WHERE " + " AND ".join(conditions) if conditions else "", values
 
 
-def _page(places: Sequence[Any], query: Query) -> Sequence[Any]:
-    return places[(query.page - 1) * query.size : query.page * query.size]
+def _page(rowids: Sequence[Any], query: Query) -> Sequence[Any]:
+    return rowids[(query.page - 1) * query.size : query.page * query.size]
 
 
 def _order(query: Query, columns: Sequence[str], fallback: str) -> str:

@@ -235,10 +235,10 @@ def change_root(folder: str) -> None:
     own = Path(f"{root}{folder}")
     own.mkdir(parents=True, exist_ok=True)
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        place = line.split()[4].decode("unicode_escape").encode("latin-1")
-        if Path(root) in (path := Path(os.fsdecode(place)), *path.parents):
-            kept = os.statvfs(place).f_flag & KEPT_FLAGS  # which only the system may take away
-            succeed(libc.mount(None, place, None, MAKE_READ_ONLY | kept, None))
+        mounted = line.split()[4].decode("unicode_escape").encode("latin-1")
+        if Path(root) in (path := Path(os.fsdecode(mounted)), *path.parents):
+            kept = os.statvfs(mounted).f_flag & KEPT_FLAGS  # which only the system may take away
+            succeed(libc.mount(None, mounted, None, MAKE_READ_ONLY | kept, None))
     succeed(libc.mount(b".", bytes(own), None, BIND, None))  # what is below the tmpfs
     os.chroot(root)
     os.chdir(folder)

@@ -23,7 +23,7 @@ LOOK_EVERY_S = 0.05  # for an engine, while none is up
 Completions = list[Completion]
 
 
-class Sampler(Protocol):
+class SamplingEngine(Protocol):
     """One engine: vLLM in this process or in an actor, or a model that generates in batches."""
 
     # While it is not up: the rank that has to start again before it can have weights.
@@ -46,9 +46,9 @@ class Dispatcher:
     sampled anew by another one: their tokens are gone with it.
     """
 
-    def __init__(self, samplers: Sequence[Sampler]) -> None:
-        self.samplers = list(samplers)
-        self._loads = [0] * len(self.samplers)  # samples that each engine works on
+    def __init__(self, engines: Sequence[SamplingEngine]) -> None:
+        self.engines = list(engines)
+        self._loads = [0] * len(self.engines)  # samples that each engine works on
         self._lost: set[int] = set()
 
     async def sample(self, request: GenerationRequest, *, home: int | None = None) -> Completions:
@@ -63,21 +63,21 @@ class Dispatcher:
                 self._lost.add(k)
 
     async def _choose(self, home: int | None) -> int:
-        while not (up := [k for k in range(len(self.samplers)) if self._is_up(k)]):
-            for sampler in self.samplers:  # its weights come from a trainer that has lost a rank
-                if sampler.waits_for is not None:
-                    raise sampler.waits_for
+        while not (up := [k for k in range(len(self.engines)) if self._is_up(k)]):
+            for engine in self.engines:  # its weights come from a trainer that has lost a rank
+                if engine.waits_for is not None:
+                    raise engine.waits_for
             await asyncio.sleep(LOOK_EVERY_S)
         return home if home in up else min(up, key=self._loads.__getitem__)
 
     def _is_up(self, k: int) -> bool:
-        if k in self._lost and self.samplers[k].is_up:
+        if k in self._lost and self.engines[k].is_up:
             self._lost.remove(k)
         return k not in self._lost
 
     async def _sample_on(self, k: int, request: GenerationRequest) -> Completions:
         self._loads[k] += request.sampling.num_samples
-        work = asyncio.ensure_future(self.samplers[k].sample(request))
+        work = asyncio.ensure_future(self.engines[k].sample(request))
         try:  # wait_for would lose a cancellation that comes together with the result
             await asyncio.wait([work], timeout=WAIT_S)
             if not work.done():
@@ -94,13 +94,13 @@ class EnginePool:
     """Makes the samples of prompts, one turn each; used on one event loop."""
 
     def __init__(
-        self, samplers: Sequence[Sampler], tokenizer: Tokenizer, *, vocab_size: int
+        self, engines: Sequence[SamplingEngine], tokenizer: Tokenizer, *, vocab_size: int
     ) -> None:
-        self.dispatcher = Dispatcher(samplers)
+        self.dispatcher = Dispatcher(engines)
         self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers are not shared between threads
         self.vocab_size = vocab_size
         # Requests are sampled in batches: those that come together end together.
-        self.in_rounds = any(isinstance(sampler, BatchSampler) for sampler in samplers)
+        self.in_rounds = any(isinstance(engine, BatchedEngine) for engine in engines)
 
     async def samples_of(self, request: RolloutRequest) -> list[Rollout]:
         """Return the samples of a prompt, with their texts; raises EngineError."""
@@ -157,7 +157,7 @@ def _versions_of(completion: Completion) -> torch.Tensor:
     return versions.int()
 
 
-class BatchSampler:
+class BatchedEngine:
     """A model that samples whole batches: while one is sampled, the next is gathered."""
 
     is_up = True  # it ends with this process

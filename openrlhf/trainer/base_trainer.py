@@ -365,15 +365,15 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         topology = self.strategy.topology
         plans = [
             [
-                [part[place] for place in cut]
-                for cut in self._cut([own_lengths[place] for place in part], min_count)
+                [part[index] for index in cut]
+                for cut in self._cut([own_lengths[index] for index in part], min_count)
             ]
             for part in balanced_partitions(own_lengths, topology.dp_size)
         ]
         own, count = plans[topology.dp_rank], max(len(plan) for plan in plans)
         spare = min(rows, key=lambda row: lengths[row])
-        for places in own + [[]] * (count - len(own)):
-            part = [rows[place] for place in places]
+        for indices in own + [[]] * (count - len(own)):
+            part = [rows[index] for index in indices]
             yield part, self.collate([samples[row] for row in part or [spare]])
 
     def _cut(self, lengths: Sequence[int], min_count: int) -> list[list[int]]:

@@ -318,10 +318,10 @@ class ImageProcessor:
         sizes = [(picture.height, picture.width) for picture in distinct.values()]
         pixels, grid = self.family.pixels(self._processor, found, sizes)
         pixels = pixels.float()
-        places = {sha256: place for place, sha256 in enumerate(distinct)}
-        order = [places[picture.sha256] for picture in pictures]
+        index_of = {sha256: index for index, sha256 in enumerate(distinct)}
+        order = [index_of[picture.sha256] for picture in pictures]
         parts = pixels.split(grid.prod(-1).tolist())
-        return Images.concat(Images(parts[place], grid[place, None]) for place in order)
+        return Images.concat(Images(parts[index], grid[index, None]) for index in order)
 
     @property
     def logit_bias(self) -> dict[int, float]:

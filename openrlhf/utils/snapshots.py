@@ -47,11 +47,11 @@ def with_snapshots(config: ConfigT, *, is_shown: bool) -> ConfigT:
     problems = []
     for option, opens, names in named_things(config) if config.use_ms else ():
         before = list(names)
-        for place, name in enumerate(before):
+        for index, name in enumerate(before):
             if is_hub_id(opens, name):
                 kind = "dataset" if opens == "data" else "model"
                 try:
-                    names[place] = _snapshot(name, kind, is_shown=is_shown)
+                    names[index] = _snapshot(name, kind, is_shown=is_shown)
                 except ConfigError as error:
                     problems.append(f"{option.flag} {error}")
         if names != before:

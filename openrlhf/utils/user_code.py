@@ -78,27 +78,27 @@ def load_module(path: str | Path) -> ModuleType:
 
 def import_function(where: str) -> Callable[..., object]:
     """Import the function at `package.module:name` or `file.py:name`; raise ConfigError."""
-    place, _, name = where.rpartition(":")
+    module_name, _, name = where.rpartition(":")
     try:
-        is_file = place.endswith(".py")
-        found = None if is_file else importlib.util.find_spec(place)
+        is_file = module_name.endswith(".py")
+        found = None if is_file else importlib.util.find_spec(module_name)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{where} cannot be imported: {error}. Type module:name.") from error
     if is_file:
-        return member(load_module(place), name, place)
+        return member(load_module(module_name), name, module_name)
     if found is None:
-        raise ConfigError(f"{where} cannot be imported: no module {place}. Type module:name.")
-    with blaming(found.origin or place, ConfigError):
-        module = importlib.import_module(place)
-    return member(module, name, place)
+        raise ConfigError(f"{where} cannot be imported: no module {module_name}. Type module:name.")
+    with blaming(found.origin or module_name, ConfigError):
+        module = importlib.import_module(module_name)
+    return member(module, name, module_name)
 
 
-def member(module: ModuleType, name: str, place: str) -> Callable[..., object]:
+def member(module: ModuleType, name: str, module_name: str) -> Callable[..., object]:
     """Return the function or class of this name; raise ConfigError that lists what there is."""
     found = getattr(module, name, None)
     if not callable(found):
         known = ", ".join(public_names(module)) or "nothing public"
-        raise ConfigError(f"{place} has no {name}; found: {known}. Define {name} in it.")
+        raise ConfigError(f"{module_name} has no {name}; found: {known}. Define {name} in it.")
     return found
 
 

@@ -18,7 +18,7 @@ from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.rollout import PromptRecord
-from tests.rollout.stream_fakes import sampler_of, stopped
+from tests.rollout.stream_fakes import engine_of, stopped
 
 Say = Callable[[GenerationRequest], Sequence[int]]
 
@@ -115,8 +115,8 @@ def agents_over(
 ) -> Iterator[RolloutMaker]:
     """Agents on these engines; they are ended with the block."""
     setup = setup_of(write_agent(folder, code), tokenizer, **{"num_tasks": 4, **limits})
-    samplers = [sampler_of(engine) for engine in engines]
-    agents = agent_rollout_maker(setup, samplers, policy or FailurePolicy(4))
+    engines = [engine_of(engine) for engine in engines]
+    agents = agent_rollout_maker(setup, engines, policy or FailurePolicy(4))
     try:
         yield agents
     finally:
@@ -158,7 +158,7 @@ class EpisodeRunner:
     """Runs single episodes for a test; its event loop has a thread."""
 
     def __init__(self, setup: AgentSetup, engine) -> None:
-        self.agents = agent_rollout_maker(setup, [sampler_of(engine)], FailurePolicy(4))
+        self.agents = agent_rollout_maker(setup, [engine_of(engine)], FailurePolicy(4))
 
     def close(self) -> None:
         self.agents.loop.run(self.agents.source.close())

@@ -12,7 +12,7 @@ import torch
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.rewards.base import RewardBatch, RewardResult, Shown
-from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
+from openrlhf.rollout.engine_pool import BatchedEngine, EnginePool, SamplingEngine
 from openrlhf.rollout.rollout import FinishedGroup, RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.utils.metrics import Metrics
@@ -108,9 +108,9 @@ class HeldSource:
     def close(self) -> None: ...
 
 
-def sampler_of(engine: Any) -> Sampler:
+def engine_of(engine: Any) -> SamplingEngine:
     """An engine that takes requests while it runs, or that samples batches."""
-    return engine if hasattr(engine, "sample") else BatchSampler(engine.generate)
+    return engine if hasattr(engine, "sample") else BatchedEngine(engine.generate)
 
 
 def prompt(row: int) -> PromptRecord:
@@ -118,10 +118,10 @@ def prompt(row: int) -> PromptRecord:
 
 
 def rollouts_of(
-    samplers: Sequence[Any], scorer: GroupScorer, tokenizer: Any, vocab_size: int = 1000
+    engines: Sequence[Any], scorer: GroupScorer, tokenizer: Any, vocab_size: int = 1000
 ) -> RolloutMaker:
     """Single turns on these engines."""
-    return RolloutMaker(EnginePool(samplers, tokenizer, vocab_size=vocab_size), scorer)
+    return RolloutMaker(EnginePool(engines, tokenizer, vocab_size=vocab_size), scorer)
 
 
 class DrivenStream:
@@ -179,7 +179,7 @@ def open_stream(
     source = HeldSource() if source is None else source
     scorer = SourceScorer(source, batch_size) if isinstance(source, HeldSource) else source
     rollouts = rollouts_of(
-        [sampler_of(engine) for engine in engines],
+        [engine_of(engine) for engine in engines],
         GroupScorer(scorer, policy or FailurePolicy(4)),
         PromptTokenizer(),
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.rollout.engine_pool import BatchSampler
+from openrlhf.rollout.engine_pool import BatchedEngine
 from tests.engines.helpers import load, start
 from tests.helpers.rollouts import largest_gap
 from tests.rollout.agent_fakes import agents_over, prompts, settings
@@ -35,11 +35,9 @@ AGENT = """
 
 
 # No episode takes its second turn before all of them have taken their first.
-def generate(folder, samplers, tokenizer, **sampling):
+def generate(folder, engines, tokenizer, **sampling):
     texts = ("one", "two", "three")
-    with agents_over(
-        samplers, folder, tokenizer, code=AGENT, max_length=64, num_tasks=32
-    ) as agents:
+    with agents_over(engines, folder, tokenizer, code=AGENT, max_length=64, num_tasks=32) as agents:
         return agents.generate_samples(
             prompts(tokenizer, texts), settings(tokenizer, **sampling), tag="step1"
         ).rollouts
@@ -58,8 +56,8 @@ def test_turns_of_a_transformers_engine_are_what_the_trainer_computes(
     tmp_path, tiny_model_dir, tiny_tokenizer
 ):
     engine = OwnGenerate(load(tiny_model_dir))
-    samplers = [BatchSampler(engine.generate)]
-    rollouts = generate(tmp_path, samplers, tiny_tokenizer, num_samples=2, temperature=0.8)
+    engines = [BatchedEngine(engine.generate)]
+    rollouts = generate(tmp_path, engines, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
 
 
@@ -74,6 +72,6 @@ def vllm_engine(tiny_model_dir):
 def test_turns_of_vllm_are_what_the_trainer_computes(
     tmp_path, vllm_engine, tiny_model_dir, tiny_tokenizer
 ):
-    samplers = [vllm_engine]
-    rollouts = generate(tmp_path, samplers, tiny_tokenizer, num_samples=2, temperature=0.8)
+    engines = [vllm_engine]
+    rollouts = generate(tmp_path, engines, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)

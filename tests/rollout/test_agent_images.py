@@ -7,7 +7,7 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.rollout.agents.episode import Segment
 from openrlhf.rollout.agents.episodes import checked
-from openrlhf.rollout.engine_pool import BatchSampler
+from openrlhf.rollout.engine_pool import BatchedEngine
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.images import ImageProcessor, Picture, read_picture
 from openrlhf.utils.rollout import PromptRecord
@@ -112,7 +112,7 @@ def act(model, processor, folder, code):
     engine = OwnGenerate(hf_model, processor=processor)
     sampling = SamplingSettings(num_samples=2, stop_token_ids=(tokenizer.eos_token_id,), seed=0)
     with agents_over(
-        [BatchSampler(engine.generate)],
+        [BatchedEngine(engine.generate)],
         folder,
         tokenizer,
         code=code.replace(PLACE, place),

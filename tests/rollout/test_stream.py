@@ -13,7 +13,7 @@ from openrlhf.engines.base import Completion, SamplingSettings
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rollout import engine_pool
-from openrlhf.rollout.engine_pool import BatchSampler
+from openrlhf.rollout.engine_pool import BatchedEngine
 from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.trainer.device_phases import DevicePhases
@@ -265,7 +265,7 @@ GOOD = Completion((3, 4), (-0.5, -0.7), "stop", weight_version=0)
 def samples_of(*completions: Completion) -> list[Rollout]:
     """The samples that are made of the answer to one prompt."""
     rollouts = rollouts_of(
-        [BatchSampler(lambda requests: [[*completions] for _ in requests])],
+        [BatchedEngine(lambda requests: [[*completions] for _ in requests])],
         GroupScorer(SourceScorer(HeldSource(), 4), FailurePolicy(4)),
         PromptTokenizer(),
         VOCAB_SIZE,

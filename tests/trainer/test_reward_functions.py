@@ -16,7 +16,7 @@ from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rewards.workers import FunctionPool
-from openrlhf.rollout.engine_pool import BatchSampler
+from openrlhf.rollout.engine_pool import BatchedEngine
 from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
 from tests.rollout.stream_fakes import rollouts_of
@@ -66,7 +66,7 @@ def score(
     with closing(FunctionPool(file, num_workers=1)) as pool:
         scorer = GroupScorer(SourceScorer(pool, 8, max_steps=6), policy or FailurePolicy(8))
         rollouts = rollouts_of(
-            [BatchSampler(engine.generate)], scorer, tokenizer, vocab_size=len(tokenizer)
+            [BatchedEngine(engine.generate)], scorer, tokenizer, vocab_size=len(tokenizer)
         )
         return rollouts.generate_samples(list(data), SamplingSettings(num_samples), tag="t")
 

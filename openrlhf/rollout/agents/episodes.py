@@ -23,7 +23,7 @@ from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import EngineError, LostRankError
 from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult, Segment
 from openrlhf.rollout.agents.worker import serve
-from openrlhf.rollout.engine_pool import Dispatcher, Sampler
+from openrlhf.rollout.engine_pool import Dispatcher, SamplingEngine
 from openrlhf.rollout.rollout import RolloutMaker, RolloutRequest
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.agent import AgentError
@@ -198,13 +198,13 @@ class AgentEpisodes:
     in_rounds = False
 
     def __init__(
-        self, setup: AgentSetup, samplers: Sequence[Sampler], policy: FailurePolicy
+        self, setup: AgentSetup, engines: Sequence[SamplingEngine], policy: FailurePolicy
     ) -> None:
         self.tokenizer = setup.tokenizer
         self.policy = policy
         self.may_mix = setup.may_mix
-        sample = Dispatcher(samplers).sample
-        self.workers = [AgentWorker(setup, partial(sample, home=k)) for k in range(len(samplers))]
+        sample = Dispatcher(engines).sample
+        self.workers = [AgentWorker(setup, partial(sample, home=k)) for k in range(len(engines))]
 
     async def start(self) -> None:
         """Start the workers; raises ConfigError for a file that cannot act."""
@@ -311,10 +311,10 @@ class AgentEpisodes:
 
 
 def agent_rollout_maker(
-    setup: AgentSetup, samplers: Sequence[Sampler], policy: FailurePolicy
+    setup: AgentSetup, engines: Sequence[SamplingEngine], policy: FailurePolicy
 ) -> RolloutMaker:
     """Return the maker of rollouts by agents, whose workers have started; raises ConfigError."""
-    agents = AgentEpisodes(setup, samplers, policy)
+    agents = AgentEpisodes(setup, engines, policy)
     maker = RolloutMaker(agents, GroupScorer(None, policy))
     maker.loop.run(agents.start())
     return maker

@@ -144,8 +144,8 @@ def update_shares(experience: Experience, plan: Sequence[PlannedStep]) -> Iterat
     """
     for rank in range(len(plan[0].members) if plan else 0):
         own = sorted({index for step in plan for index in step.members[rank]})
-        place = {index: k for k, index in enumerate(own)}
-        steps = [([place[i] for i in step.members[rank]], _totals(step, rank)) for step in plan]
+        position = {index: k for k, index in enumerate(own)}
+        steps = [([position[i] for i in step.members[rank]], _totals(step, rank)) for step in plan]
         yield UpdateShare(experience.select(own), steps)
 
 
