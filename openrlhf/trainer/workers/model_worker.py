@@ -212,16 +212,16 @@ class TrainedWorker(ModelWorker):
         self.engine.module.train()  # gradient checkpointing works in training mode only
         num_done = 0
         with self.working(f"updating the {self.title}") as advance:
-            for index, step in enumerate(steps):
+            for step_index, step in enumerate(steps):
                 parts = self._cut(step)
-                advance(0, num_done + (len(steps) - index) * len(parts))
+                advance(0, num_done + (len(steps) - step_index) * len(parts))
                 num_done += len(parts)
                 for index, (loss_of, indices) in enumerate(parts):
                     loss = loss_of(step, indices, notes)
                     self.engine.backward(loss, is_last_micro_batch=index == len(parts) - 1)
                     advance()
                 if why := self._step(notes):
-                    notes.skip = Skip(notes.num_updates, len(steps) - index - 1, why)
+                    notes.skip = Skip(notes.num_updates, len(steps) - step_index - 1, why)
                     break
                 notes.num_updates += 1
                 metrics.add(f"{self.prefix}_lr", self.engine.lr, reduction="max")
