@@ -158,7 +158,7 @@ def _red_flags(metrics: Values, history: Sequence[Values], *, example: str) -> d
         found["load_per_core"] = (
             f"this step took {statistics.median(speeds) / speed:.0f} times as long for a token as "
             f"the first ones, and {load:.1f} threads wanted each core in the last minute. End "
-            "other programs, or start the run with OMP_NUM_THREADS=1."
+            "other programs. A run of one thread (OMP_NUM_THREADS=1) waits least for them."
         )
     return found
 
