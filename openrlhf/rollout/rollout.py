@@ -13,7 +13,7 @@ from typing import Protocol
 
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
-from openrlhf.rollout.scoring import GroupScorer, check_scores
+from openrlhf.rollout.scoring import GroupScorer, check_scores, score_metrics
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
 from openrlhf.utils.rollout import PromptRecord, Rollout
@@ -118,7 +118,7 @@ class RolloutMaker:
             for rollout in groups[prompt.row_id].rollouts
         ]
         failed = {row: group.failure for row, group in groups.items() if group.failure is not None}
-        return SampleBatch(rollouts, metrics, failed)
+        return SampleBatch(rollouts, metrics.merge(score_metrics(rollouts)), failed)
 
 
 class GroupStream:

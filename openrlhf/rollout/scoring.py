@@ -121,7 +121,6 @@ class GroupScorer:
             self.num_unscored -= 1
         if num_left_out := len(group) - len(scored):
             metrics.add("num_unscored_samples", num_left_out, reduction="sum")
-        add_score_metrics(scored, metrics)
         return scored
 
     async def _scored(self, pending: "PendingGroup", metrics: Metrics) -> list[Rollout]:
@@ -336,12 +335,16 @@ def check_scores(rollouts: Sequence[Rollout]) -> None:
         )
 
 
-def add_score_metrics(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-    """Note what a user's function or the models said about samples."""
-    for rollout in rollouts:
+def score_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Return the means of what reward functions, models or agents said about samples; the parts of
+    an agent's episode share it.
+    """
+    metrics = Metrics()
+    for rollout in {r.episode_id or r.sample_id: r for r in rollouts}.values():
         if rollout.score is not None:
             metrics.add("score", rollout.score)
         for name, value in rollout.extra_logs.items():
             metrics.add(f"extra/{name}", value)  # never mixed with the trainer's own
         for name, value in rollout.reward_parts.items():
             metrics.add(f"reward/{name}", value)
+    return metrics

@@ -12,7 +12,7 @@ from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.errors import RewardError
 from openrlhf.rollout.async_controller import Ledger
 from openrlhf.rollout.rollout import FinishedGroup, GroupKey, GroupStream, SampleBatch
-from openrlhf.rollout.scoring import FailurePolicy
+from openrlhf.rollout.scoring import FailurePolicy, score_metrics
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
 from openrlhf.utils.rollout import Rollout
@@ -114,7 +114,7 @@ class StepSampler:
             for group_id, group in sorted(kept.items())
             for rollout in group
         ]
-        return SampleBatch(rollouts, metrics, failed)
+        return SampleBatch(rollouts, metrics.merge(score_metrics(rollouts)), failed)
 
     def settle(self, trained_groups: set[int]) -> None:
         """Note the groups that reached the update; raises AssertionError when one is unaccounted

@@ -9,6 +9,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import LostRankError
 from openrlhf.rollout.async_controller import AsyncLimits
 from openrlhf.rollout.rollout_queue import RolloutQueue
+from openrlhf.rollout.scoring import score_metrics
 from openrlhf.trainer.ppo_inputs import RunInputs, say_dropped
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.utils.metrics import Metrics
@@ -64,6 +65,7 @@ class PPOTrainerAsync(PPOTrainer):
         rollouts = self.queue.next_step()
         say_dropped(self.queue.take_failed(), self.inputs.prompts)
         metrics.merge(staleness_metrics(rollouts, self.state.weight_version))
+        metrics.merge(score_metrics(rollouts))
         return rollouts
 
     def broadcast_to_vllm(self) -> None:

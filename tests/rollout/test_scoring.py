@@ -17,7 +17,7 @@ from openrlhf.rollout.scoring import (
     GroupScorer,
     Scorer,
     SourceScorer,
-    add_score_metrics,
+    score_metrics,
 )
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from openrlhf.utils.metrics import Metrics
@@ -205,8 +205,7 @@ def test_several_models_add_up_with_their_weights_and_are_logged_one_by_one(
     scorer = ModelScorer(models, [1.0, 0.5], in_turn=in_turn)  # type: ignore[arg-type]
     scored = score_with(scorer, [group(0, 2), group(1, 1)], FAIL)
     assert [r.reward for r in scored.rollouts] == [1.25, 2.0, 1.0]
-    metrics = Metrics()
-    add_score_metrics(scored.rollouts, metrics)
+    metrics = score_metrics(scored.rollouts)
     assert metrics["reward/helpful"] == pytest.approx(2.0)
     assert metrics["reward/safe"] == pytest.approx(-3.5 / 3)
 

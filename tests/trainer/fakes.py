@@ -100,6 +100,7 @@ def samples(key: Key, scores: Sequence[float], versions: Sequence[int]) -> list:
             rollout([5], [6] * NUM_TOKENS, reward=score, group=17),
             sample_id=f"{key}/{k}",
             row_id=key[1],
+            score=score,
             weight_versions=torch.tensor(versions, dtype=torch.int32),
         )
         for k, score in enumerate(scores)

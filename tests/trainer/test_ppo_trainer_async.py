@@ -60,6 +60,15 @@ def test_either_side_may_be_slower(queue_size, keeps_running, slow):
         assert sum(step["timing/wait"] + step.get("timing/drain", 0.0) for step in steps) > 0.02
 
 
+def test_the_score_of_a_step_is_that_of_the_samples_it_trains_on():
+    world = World(scores_of=lambda key: (float(key[1]), 0.0))
+    trainer = make_trainer(world, num_prompts=40, queue_size=3)
+    trainer.fit()
+    steps = steps_of(trainer)
+    assert len({step["reward"] for step in steps}) > 5
+    assert [step["score"] for step in steps] == [step["reward"] for step in steps]
+
+
 def test_an_error_of_the_trainer_ends_the_run_and_the_stream():
     world = World(
         train_error_at=2, seconds_of=lambda key: 60.0 if len(world.submitted) > 12 else 0.0

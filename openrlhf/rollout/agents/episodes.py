@@ -321,14 +321,10 @@ def agent_rollout_maker(
 
 
 def add_metrics(result: EpisodeResult, metrics: Metrics) -> None:
-    """Note how long an episode was, and what its agent said about it."""
+    """Note how long an episode was."""
     metrics.add("agent/num_turns", result.num_turns)
     metrics.add("agent/episode_s", result.seconds)
     metrics.add("agent/num_segments", len(result.segments))
-    if result.score is not None:
-        metrics.add("score", result.score)
-    for name, value in result.extra_logs.items():
-        metrics.add(f"extra/{name}", value)
 
 
 def agent_setup(
