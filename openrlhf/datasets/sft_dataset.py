@@ -85,6 +85,8 @@ class SFTDataset(TokenizedDataset):
             has_own = (is_named or name != "prompt") and holds_dialogues(rows, name)
             if answer is not None or has_own or _is_whole_text(form, (name, None), rows):
                 return name, answer
+        if not is_named and {"instruction", "output"} <= {*found}:  # Alpaca's
+            return "instruction", "output"
         likely = next((name for name in LIKELY_ANSWERS if name in found), "NAME")
         # Named, Alpaca's `instruction` would be read without the `input` behind it.
         prompt = "" if prompt == "instruction" else f"--input_key {prompt} "

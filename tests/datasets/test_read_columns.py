@@ -43,6 +43,7 @@ def test_alpacas_three_columns_are_read(tokenizer):
     assert notices == ["'instruction' and 'input' and 'output' read as text"]
     assert prompt(tokenizer, ALPACA)[0] == "To French\ncat"
     assert sft(tokenizer, {**ALPACA, "input": ""})[0] == "To Frenchchat<|end|>"
+    assert sft(tokenizer, ALPACA, usual_output=None)[0] == text  # of `sft`, which names none
     record = PromptDataset(Dataset.from_list([ALPACA]), tokenizer, RowFormat())[0]
     assert record.source == "To French\ncat"
     assert record.columns == {"input": "cat", "output": "chat"}
