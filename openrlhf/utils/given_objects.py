@@ -46,6 +46,8 @@ def as_paths(name: str, value: Any, folder: Path) -> Any:
     kind, remedy = type(value).__name__, "a path or hub id, a datasets.Dataset, or a list of rows"
     if hasattr(value, "save_pretrained"):
         remedy = "(model, tokenizer), or a path or hub id"
+    elif isinstance(value, Mapping) and all(isinstance(part, list) for part in value.values()):
+        remedy = "datasets.Dataset.from_dict of it"
     elif isinstance(value, Mapping):
         remedy = f"one of its parts ({', '.join(map(str, value))})"
     raise ConfigError(f"{name} cannot be a {kind}. Give {remedy}.")

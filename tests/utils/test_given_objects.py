@@ -47,6 +47,7 @@ def test_what_cannot_be_written_is_one_line_with_what_to_give(tmp_path: Path) ->
     for value, said in (
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS[1:])), r"its parts \(train\)"),
         (datasets.Dataset.from_list(ROWS[1:]).with_transform(dict), "dataset has a transform"),
+        ({"input": ["a"], "output": ["b"]}, r"be a dict. Give datasets.Dataset.from_dict of it"),
         (iter(ROWS), "cannot be a list_iterator. Give a path or hub id, a datasets.Dataset, or a"),
         ([{"input": {1, 2}}], "Object of type set is not JSON serializable. Give a path instead"),
     ):
