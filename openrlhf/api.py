@@ -145,7 +145,8 @@ class Supervised(Method[ConfigT]):
         """Train with a config, or with settings. `trainer` is a subclass of the method's own."""
         config = self._given(config, settings)
         run = resolve_name("openrlhf.commands.train_supervised:run_supervised")
-        recipe = trainer or resolve_name(self.method.recipe)
+        recipe = _subclass_of(resolve_name(self.method.recipe), trainer)
+        callbacks = _checked_callbacks(callbacks)
         with stopping.listening():
             run(recipe, config, callbacks=callbacks)
         return Result(Path(config.ckpt.output_dir).resolve())
@@ -160,6 +161,8 @@ class Rewarded(Method[RLConfigT]):
     def config(self, *, reward: Reward | None = None, **settings: object) -> RLConfigT:
         """Return the config; `reward` is the function that the run will be called with."""
         if reward is not None:
+            if named := {"remote_rm_url", "reward.remote_url"} & {*settings}:
+                raise ConfigError(f"reward stands beside {named.pop()}. Give one of them.")
             settings["remote_rm_url"] = f"callable:{getattr(reward, '__name__', 'reward')}"
         return super().config(**settings)
 
@@ -202,12 +205,8 @@ class Reinforcement(Rewarded[PPOConfig]):
         """
         config = self._given(config, settings, reward)
         own_class = resolve_name("openrlhf.commands.train_rl:trainer_class")(config)
-        if trainer and not issubclass(trainer, own_class):
-            raise ConfigError(
-                f"trainer is {trainer.__name__}. With async_train give a subclass of "
-                f"{own_class.__name__}."
-            )
-        make_trainer = partial(trainer or own_class, callbacks=callbacks)
+        trainer = _subclass_of(own_class, trainer)
+        make_trainer = partial(trainer, callbacks=_checked_callbacks(callbacks))
         source, run = self._source(config, reward), resolve_name(self.run)
         with stopping.listening():
             run(config, make_trainer, reward_source=source)
@@ -230,6 +229,29 @@ class Evaluating(Rewarded[EvaluateConfig]):
         run = resolve_name("openrlhf.commands.evaluate:run_evaluation")
         with stopping.listening():
             return run(config, reward_source=self._source(config, reward))
+
+
+def _subclass_of(own_class: Any, trainer: Any) -> Any:
+    """Return the trainer's class, by default the method's own; raise ConfigError for another's."""
+    if trainer is None:
+        return own_class
+    if not (isinstance(trainer, type) and issubclass(trainer, own_class)):
+        told = getattr(trainer, "__name__", repr(trainer))
+        raise ConfigError(f"trainer is {told}. Give a subclass of {own_class.__name__}.")
+    return trainer
+
+
+def _checked_callbacks(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    """Return callbacks; raise ConfigError for what a run would stumble over after its first step:
+    a class, one that is not in a list, one of another library.
+    """
+    is_list = isinstance(callbacks, Sequence)
+    if not is_list or not all(isinstance(each, Callback) for each in callbacks):
+        raise ConfigError(
+            f"callbacks is {callbacks!r}. Give a list of objects of classes that derive from "
+            f"{Callback.__module__}.{Callback.__name__}."
+        )
+    return callbacks
 
 
 sft = Supervised[SFTConfig]("sft")

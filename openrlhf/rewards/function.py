@@ -77,10 +77,12 @@ class UserFunctions:
     """The functions of one or several files, with their ways of being called."""
 
     def __init__(self, parts: Sequence[WeightedFunction]) -> None:
-        """Raise ConfigError for functions of the same name."""
+        """Raise ConfigError for functions of the same name, and for classes."""
         self.parts = parts
         self.names = [part.name for part in parts]
         self.files = ",".join(dict.fromkeys(part.file for part in parts))
+        if classes := [part.name for part in parts if inspect.isclass(part.function)]:
+            raise ConfigError(f"{self.files}: {classes[0]} is a class. Give an object of it.")
         if len(set(self.names)) < len(parts):
             raise ConfigError(
                 f"{self.files}: two reward functions have the same name: {', '.join(self.names)}. "
@@ -118,6 +120,11 @@ class UserFunctions:
         cls, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None
     ) -> "UserFunctions":
         """Take functions of this process; raise ConfigError."""
+        if odd := [f for f in functions if not callable(f)]:
+            raise ConfigError(
+                f"reward is {odd[0]!r}, not a function. Name files of functions with "
+                "remote_rm_url, and reward models with reward_pretrain."
+            )
         if weights is not None and len(weights) != len(functions):
             raise ConfigError(
                 f"reward_weights has {len(weights)} values for {len(functions)} functions. Give "

@@ -3,6 +3,7 @@
 import re
 import runpy
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -92,6 +93,25 @@ def test_an_error_in_a_callback_ends_the_run_and_is_in_its_report(
         )
     report = Path("output/failed/report.html").read_text()
     assert "ended after step 1: ValueError: step 1" in report
+
+
+def test_objects_of_another_kind_are_refused_before_a_model_is_loaded(names: dict) -> None:
+    run, grpo, short = names["ppo_local"], names["grpo"], names["short_answers"]
+    sft, dpo_trainer = names["sft"], "openrlhf.trainer.dpo_trainer:DPOTrainer"
+    chats = {"pretrain": grpo["pretrain"], "dataset": str(names["folder"] / "chats.jsonl")}
+    grpo = {**grpo, "prompt_data": str(names["folder"] / "problems.jsonl")}
+    with pytest.raises(ConfigError, match=r"callbacks is <class .*Give a list of objects of cla"):
+        sft(**chats, callbacks=Callback)
+    with pytest.raises(ConfigError, match=r"callbacks is \[<class .*Give a list of objects of"):
+        run(**grpo, reward=short, callbacks=[Callback])
+    with pytest.raises(ConfigError, match=r"trainer is DPOTrainer\. Give a subclass of SFTTrainer"):
+        sft(**chats, trainer=resolve_name(dpo_trainer))
+    with pytest.raises(ConfigError, match=r"reward is 'a\.py', not a function\. Name files of"):
+        run(**grpo, reward=["a.py"])
+    with pytest.raises(ConfigError, match=r"Callback is a class\. Give an object of it\."):
+        run(**grpo, reward=Callback)
+    with pytest.raises(ConfigError, match=r"reward stands beside remote_rm_url\. Give one of them"):
+        run(**grpo, reward=short, remote_rm_url="a.py")
 
 
 def test_a_trainer_of_ones_own_adds_to_a_step(names: dict) -> None:
