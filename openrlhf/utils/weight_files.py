@@ -3,6 +3,7 @@ is built from its config. Knows JSON alone.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,22 @@ from openrlhf.errors import ConfigError
 
 KINDS = ("model", "models", "runs")  # of what a flag names
 INDEX = "model.safetensors.index.json"
+WHOLE = ("model.safetensors", "adapter_model.safetensors")
+POINTER = b"version https://git-lfs"
 MAX_HEAD = 100_000_000  # bytes, the limit of the format
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # names of families
 
 
 def weight_problems(config: CommandConfig) -> Iterator[str]:
-    """Yield a line for every named model whose index leads out of its folder, or whose config has
-    more layers than its files have tensors: that would be built for hours.
+    """Yield a line for every named model whose index leads out of its folder, whose files are torn
+    or missing, or whose config has more layers than its files have tensors: that would be built for
+    hours.
     """
     for option, opens, names in named_things(config):
         for folder in (Path(name).expanduser() for name in names if opens in KINDS):
             try:
                 _check_layers(folder)
+                _check_files(folder)
             except ConfigError as error:
                 yield f"{option.flag} {error}"
 
@@ -42,13 +47,47 @@ def _check_layers(folder: Path) -> None:
                 )
 
 
+def _check_files(folder: Path) -> None:
+    """Raise ConfigError for a safetensors file that is not whole, and one that is missing."""
+    shards = [] if (folder / WHOLE[0]).is_file() else _indexed_files(folder)
+    for name in (*WHOLE, *shards):
+        if (path := folder / name).is_file():
+            if problem := _file_problem(path):
+                raise ConfigError(f"{path} {problem}")
+        elif name in shards:
+            raise ConfigError(
+                f"{folder / INDEX} names {name}, which is missing. Copy the model again."
+            )
+
+
+def _file_problem(path: Path) -> str:
+    """Return the problem with a safetensors file whose size is not what its head says."""
+    if not os.access(path, os.R_OK):
+        return ""  # whoever loads it says so
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            return "is a pointer of Git LFS, not weights. Type git lfs pull in its folder."
+        file.seek(0)
+        size = int.from_bytes(file.read(8), "little")
+    head, length = _read_head(path), path.stat().st_size
+    if not head:
+        return "has no head that can be read. Copy the model again."
+    expected = 8 + size + max(value["data_offsets"][1] for value in head.values())
+    return f"has {length:,} bytes of {expected:,}. Copy it again." if length != expected else ""
+
+
+def _indexed_files(folder: Path) -> list[str]:
+    """Return the files that the index of a folder names, if it has one."""
+    index = _read_json(folder / INDEX)
+    named = index.get("weight_map") if isinstance(index, dict) else None
+    return sorted(set(named.values())) if isinstance(named, dict) else []
+
+
 def tensor_shapes(folder: Path) -> Mapping[str, list[int]]:
     """Return the shape of every tensor by its name; none for files of another kind, or torn ones.
     Raise ConfigError where the index leads out of the folder.
     """
-    index = _read_json(folder / INDEX)
-    named = index.get("weight_map") if isinstance(index, dict) else None
-    files = sorted(set(named.values())) if isinstance(named, dict) else ["model.safetensors"]
+    files = _indexed_files(folder) or [WHOLE[0]]
     for file in files:
         if Path(file).is_absolute() or ".." in Path(file).parts:
             raise ConfigError(

@@ -88,6 +88,35 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(model: Path, refuse) -
     assert "names a file outside of its folder: ../outside.safetensors" in refusal(model, refuse)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda whole: whole[:-100], "bytes of "),
+        (lambda whole: whole[:50], "has no head that can be read. Copy the model again."),
+        (lambda whole: b"", "has no head that can be read. Copy the model again."),
+        (
+            lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n",
+            "is a pointer of Git LFS, not weights. Type git lfs pull in its folder.",
+        ),
+    ],
+)
+def test_a_torn_file_is_found_before_a_model_is_loaded(
+    model: Path, refuse, content, message: str
+) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(content(file.read_bytes()))
+    error = refusal(model, refuse)
+    assert f"--pretrain {file}" in error and message in error
+
+
+def test_a_file_that_the_index_names_and_that_is_missing_is_found(model: Path, refuse) -> None:
+    weights = load_file(model / "model.safetensors")
+    names = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(weights)}
+    (model / "model.safetensors").rename(model / "model-1-of-2.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert "index.json names model-2-of-2.safetensors, which is missing." in refusal(model, refuse)
+
+
 def test_a_tensor_of_another_shape_is_named_before_it_is_read(model: Path, refuse) -> None:
     edit_weights(model, WEIGHT, torch.zeros(126, 64))
     assert f"{WEIGHT} has the shape [126, 64], and by config.json [128, 64]" in refusal(
