@@ -54,6 +54,7 @@ RECOGNISED = (
     *("data.input_key", "data.output_key", "data.prompt_key", "data.label_key"),
     *("data.apply_chat_template", "model.pretrain_mode_enable"),
 )
+DASHES = "-\u2010\u2013\u2014"  # some programs put a hyphen or dash in place of two hyphens
 MIN_LIKENESS = 0.8  # of a name that is suggested for an unknown one
 MAX_FOREIGN = 10  # unknown names of a file that are named one by one
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
@@ -157,11 +158,17 @@ class Reading(Generic[ConfigT]):
         words: list[str] | None = None
         if self.config_class.operands and argv and not argv[0].startswith("-"):
             argv = [f"--{self.config_class.operands}", *argv]
+        table = flag_table(self.config_class)
         for token in argv:
+            dashed = token.partition("=")[0]  # what is behind may be a secret
+            bare = dashed.lstrip(DASHES).replace("-", "_")
             if token.startswith("--") and token[2:3].isalpha():
                 typed, has_value, value = token.partition("=")
                 name, words = typed[2:].replace("-", "_"), [value] if has_value else []
                 yield name, f"--{name}", words
+            elif token[:1] in DASHES and bare in table:
+                self.problems.append(f"{dashed} does not begin with two hyphens. Type --{bare}.")
+                words = []  # those behind it are not of the flag before
             elif words is not None:
                 words.append(token)
             else:
@@ -326,9 +333,10 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
         return ",".join(map(os.path.expanduser, words))
     if len(words) > 1:
         seen = "***" if option.secret_env else " ".join(words)
-        raise ConfigError(
-            f"{source} takes one value: {seen}. Put quotes around a text with spaces."
-        )
+        remedy = "Put quotes around a text with spaces"
+        if option.opens in LISTS:
+            remedy = "Type commas between several, and quotes around a text with spaces"
+        raise ConfigError(f"{source} takes one value: {seen}. {remedy}.")
     word, plain = words[0], words[0].lower()
     if option.bare and plain in ("true", "false"):
         off = None if NoneType in option.kinds else "none"

@@ -146,12 +146,21 @@ def test_an_evaluation_takes_4_bits_where_a_model_of_its_own_is_held_so(rest):
     assert parse_config(EvaluateConfig, line.split()).config.ds.load_in_4bit
 
 
+@pytest.mark.parametrize("flag", ["-gamma", "–gamma", "—gamma=0.5", "-algo.advantage.gamma"])
+def test_a_flag_behind_another_dash_is_no_value_of_the_flag_before(flag):
+    shown = flag.partition("=")[0]
+    assert problems(PPOConfig, f"{NEEDS[PPOConfig]} {flag} 1") == [
+        f"{shown} does not begin with two hyphens. Type --{shown[1:]}."
+    ]
+
+
 def test_all_problems_are_listed_together():
     line = "train --pretrian m --prompt_data d --train_batch_size x --gamma 0.5 --adam_betas 1 "
     assert problems(PPOConfig, line + "--advantage_estimator rloo --remote_rm_url r.py stray") == [
         "train stands before any flag. Type --NAME before a value.",
         "--pretrian is not a known name. Did you mean --pretrain?",
-        "--remote_rm_url takes one value: r.py stray. Put quotes around a text with spaces.",
+        "--remote_rm_url takes one value: r.py stray. Type commas between several, and quotes "
+        "around a text with spaces.",
         "--train_batch_size must be a whole number: x. Type a whole number.",
         "--adam_betas takes 2 values: 1. Type them with spaces between.",
         "No model is named. Type --pretrain with a folder with a config.json, or a hub id such as "
