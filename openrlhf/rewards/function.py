@@ -375,14 +375,21 @@ def _takes_queries(function: RewardFunction) -> bool:
 
 def _labels(batch: RewardBatch, *names: str) -> list[object]:
     """Return the labels; without `--label_key`, the first of the columns that the rows have, or the
-    nested one of verl's rows.
+    nested one of verl's rows; raise RewardError for a row that lacks it where others have it.
     """
     if any(label != "" for label in batch.labels):
         return list(batch.labels)
     rows = batch.columns.get("reward_model", ()) if "ground_truth" in names else ()
     nested = [row.get("ground_truth") if isinstance(row, Mapping) else None for row in rows]
-    found = (list(batch.columns[name]) for name in names if name in batch.columns)
-    return next(found, nested or list(batch.labels))
+    for name in names:
+        if name in batch.columns:
+            return list(batch.columns[name])
+    if nested.count(None) == len(nested):
+        return list(batch.labels)
+    if None in nested:
+        which = batch.name_of(nested.index(None))
+        raise RewardError(f"{which} has no reward_model.ground_truth, and others have one")
+    return nested
 
 
 def _of_rows(
