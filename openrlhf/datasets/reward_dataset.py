@@ -100,10 +100,16 @@ class PreferenceDataset(TokenizedDataset):
         form, names = self._format, self._columns
         prompt = names[0] if len(names) > 2 else None
         is_chat = self._uses_chat_template(names)
-        if prompt and not form.prompt_key and not is_chat and self._is_in_answers(names):
-            told = f"column '{prompt}' was not used: both answers of every row hold their prompt. "
-            self.notices.append(Caution(f"{told}Type --prompt_key {prompt} to put it before them"))
-            prompt, names = None, names[1:]
+        if prompt and not form.prompt_key and self._is_in_answers(names):
+            held = "both answers of every row hold their prompt"
+            if is_chat:
+                told = f"{held}, and the chat template puts column '{prompt}' before them, too. "
+                told += "Leave --apply_chat_template out, or cut the prompt from the answers"
+            else:
+                told = f"column '{prompt}' was not used: {held}. "
+                told += f"Type --prompt_key {prompt} to put it before them"
+                prompt, names = None, names[1:]
+            self.notices.append(Caution(told))
         self._format = replace(form, prompt_key=prompt, apply_chat_template=is_chat)
         how = "text" if prompt else "text without a prompt column"
         how = self._words_of_chat(names) if is_chat else how

@@ -180,6 +180,8 @@ def test_texts_that_hold_the_prompt_of_an_unnamed_column_have_it_once(tokenizer)
     texts = [shown(tokenizer, dataset, i)[0] for i in (0, 1)]
     assert texts == [("Q: ab<|end|>", "ab<|end|>"), ("R: a<|end|>", "a<|end|>")]
     assert dataset.notices[1].startswith("column 'prompt' was not used: both answers of every row")
+    twice = pairs(tokenizer, rows, apply_chat_template=True)
+    assert twice.notices[1].startswith("both answers of every row hold their prompt, and the chat")
     for used in (pairs(tokenizer, rows, prompt_key="prompt"), pairs(tokenizer, [*rows, other])):
         assert shown(tokenizer, used)[0][0] == "Q: Q: ab<|end|>"
 
