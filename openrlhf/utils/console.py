@@ -7,12 +7,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from io import TextIOWrapper
 from typing import Any
 
 import rich.console
 
 from openrlhf.config.base import Caution
 
+STRICT = ("strict", "surrogateescape")  # ways in which a stream fails at a character
 LOGGER = logging.getLogger("openrlhf")
 LOGGER.addHandler(logging.NullHandler())
 LOGGER.setLevel(logging.INFO)
@@ -20,10 +22,14 @@ LOGGER.propagate = False
 
 
 class _Console(rich.console.Console):
-    """A console without which a run goes on: its disk may be full, its reader gone."""
+    """A console without which a run goes on: its disk may be full, its reader gone, its encoding
+    without the characters of a response.
+    """
 
     def print(self, *objects: Any, **style: Any) -> None:
-        """Print what can be printed."""
+        """Print what can be printed, and escapes of characters that the encoding does not have."""
+        if isinstance(self.file, TextIOWrapper) and self.file.errors in STRICT:
+            self.file.reconfigure(errors="backslashreplace")
         with suppress(OSError):
             super().print(*objects, **style)
 

@@ -101,7 +101,7 @@ def redirect_framework_logs(
     path = new_log(run_dir, role)
     quiet_frameworks()
     os.environ[VLLM_LOGGING] = str(_write_vllm_config(path))
-    handler = _LogFile(path)
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LINE_FORMAT))
     logging.captureWarnings(capture=True)
     for name in FRAMEWORK_LOGGERS:
@@ -123,7 +123,12 @@ def _keep_in_file(name: str, handler: logging.Handler) -> None:
 
 def _write_vllm_config(path: Path) -> Path:
     """A logging configuration that vLLM's own processes read too; beside the log file."""
-    handler = {"class": "logging.FileHandler", "filename": str(path.resolve()), "formatter": "line"}
+    handler = {
+        "class": "logging.FileHandler",
+        "filename": str(path.resolve()),
+        "encoding": "utf-8",
+        "formatter": "line",
+    }
     config = {
         "version": 1,
         "disable_existing_loggers": False,

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from openrlhf.config.base import Caution
 from openrlhf.utils import console, step_line
 
@@ -187,6 +189,26 @@ def test_framework_chatter_goes_to_the_role_log(tmp_path):
     text = (tmp_path / "run/logs/actor.log").read_text()
     for said in ("early", "late", "child", "python warning", "from the engine core", "said aloud"):
         assert said in text
+
+
+FOREIGN = """
+from openrlhf.utils.console import notice
+from openrlhf.utils.framework_logs import redirect_framework_logs
+redirect_framework_logs("run", "actor")
+notice("response: \\u4f60")
+"""
+
+
+@pytest.mark.parametrize("encoding", ["", "ascii", "latin-1"])
+def test_responses_are_said_where_an_encoding_does_not_have_their_characters(
+    tmp_path, monkeypatch, encoding
+):
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    assert run_python(FOREIGN, tmp_path) == "response: \\u4f60\n"
+    log = (tmp_path / "run/logs/actor.log").read_text(encoding="utf-8")
+    assert "response: \u4f60" in log
 
 
 STARTS = """
