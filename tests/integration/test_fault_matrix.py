@@ -63,7 +63,7 @@ AWAY_S = 3.0  # that a reward server is gone, or stopped
 
 
 @pytest.fixture(scope="module")
-def cells() -> Iterator[dict[tuple[str, str], dict[str, float]]]:
+def cells(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], dict[str, float]]]:
     """Seconds by process and signal, then by phase; shown when all were measured."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     yield found
@@ -71,7 +71,8 @@ def cells() -> Iterator[dict[tuple[str, str], dict[str, float]]]:
     for (who, how), seconds in found.items():
         told = [f"{seconds[name]:.1f}" if name in seconds else "" for name in PHASES]
         rows.append(f"{who:<18} {how:<8}" + "".join(f"{word:>10}" for word in told))
-    print("\n".join(["", *rows]), file=sys.__stderr__)
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n".join(["", *rows]))
 
 
 def check(faults: Faults, given: dict) -> None:
