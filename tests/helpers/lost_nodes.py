@@ -19,7 +19,17 @@ from ray.util.placement_group import placement_group
 
 from openrlhf.cli import train_ppo_ray
 from openrlhf.trainer.ray.placement import CPU_SHARE_OF_A_RANK
-from tests.helpers.faults import ACTOR, ENGINE, KILL, PHASES, Fault, Faults, hooked
+from tests.helpers.faults import (
+    ACTOR,
+    CRITIC,
+    ENGINE,
+    KILL,
+    PHASES,
+    REFERENCE,
+    Fault,
+    Faults,
+    hooked,
+)
 
 NODE = {"object_store_memory": 80_000_000}
 # Between the end of a node and the start of the next one: once Ray knows of the end, so that what
@@ -32,11 +42,14 @@ PLAN: dict[int, Fault] = {
         [
             *((ENGINE, phase) for phase in ("generate", "update", "sync")),
             *((ACTOR, phase) for phase in PHASES),
+            *((CRITIC, phase) for phase in ("score", "update")),
+            (REFERENCE, "score"),
         ],
         start=1,
     )
 }
 NUM_STEPS = max(PLAN) + 2
+ROLES = {ACTOR: "actor", CRITIC: "critic", REFERENCE: "ref"}
 
 
 class Nodes:
@@ -91,15 +104,15 @@ def main() -> None:
     Node._register_shutdown_hooks = lambda self: None  # only the main thread can have them
     nodes = Nodes()
     ray.init(address=nodes.cluster.address, log_to_driver=False, logging_level="ERROR")
-    for _ in (ENGINE, ACTOR):
+    for _ in (ENGINE, *ROLES):
         nodes.thread.submit(nodes.add).result()
     faults = Faults(PLAN)
 
     def find(title: str) -> list[Any]:
         [trainer] = faults.trainers
-        places = {ENGINE: trainer.engines[0].node, ACTOR: trainer.groups["actor"].nodes[0]}
         _, phase, _ = faults.plan.get(faults.step, ("", "", KILL))
-        return [NodeOf(nodes, places[title], phase)]
+        own = trainer.engines[0].node if title == ENGINE else trainer.groups[ROLES[title]].nodes[0]
+        return [NodeOf(nodes, own, phase)]
 
     faults.find = find
     with pytest.MonkeyPatch.context() as patch:
