@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, TypeVar
@@ -24,9 +24,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from openrlhf.distributed.topology import Topology
-from openrlhf.errors import CheckpointError, EngineError, LostRankError, first_line
+from openrlhf.errors import (
+    CheckpointError,
+    EngineError,
+    LostRankError,
+    MachineError,
+    first_line,
+)
 from openrlhf.utils.console import warn
-from openrlhf.utils.progress import Quiet
+from openrlhf.utils.progress import Quiet, saying_what_is_awaited
 from openrlhf.utils.rendezvous import open_store
 
 Thing = TypeVar("Thing")
@@ -71,13 +77,14 @@ def init_process_group(topology: Topology, *, rank_timeout_s: float) -> torch.de
     distributed_c10d.default_pg_nccl_timeout = timeout
     os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed insists on it
     if not dist.is_initialized():
-        dist.init_process_group(
-            backend,
-            store=_world_store(topology, timeout),
-            rank=topology.rank,
-            world_size=topology.world_size,
-            timeout=timeout,
-        )
+        with _joining(topology):
+            dist.init_process_group(
+                backend,
+                store=_world_store(topology, timeout),
+                rank=topology.rank,
+                world_size=topology.world_size,
+                timeout=timeout,
+            )
     # vLLM, in an engine of this process, closes and opens worlds without DeepSpeed's knowing of it.
     groups = deepspeed.utils.groups
     if (
@@ -95,6 +102,23 @@ def init_process_group(topology: Topology, *, rank_timeout_s: float) -> torch.de
             world_size=topology.world_size,
         )
     return device
+
+
+@contextmanager
+def _joining(topology: Topology) -> Iterator[None]:
+    """Say inside that other ranks are awaited; raise MachineError if they do not come."""
+    rank, size = topology.rank, topology.world_size
+    # Rank 1 says it too, for rank 0 may be the one that is missing.
+    awaited = saying_what_is_awaited(f"WORLD_SIZE {size} ranks to join (this is RANK {rank})")
+    try:
+        with awaited if rank <= 1 else nullcontext():
+            yield
+    except dist.DistError as error:
+        raise MachineError(
+            f"not all of WORLD_SIZE {size} ranks joined (this is RANK {rank}): "
+            f"{first_line(error).removesuffix('.')}. Start all of them, or unset WORLD_SIZE and "
+            "RANK where this process is to run alone."
+        ) from error
 
 
 def _world_store(topology: Topology, timeout: timedelta) -> dist.Store:

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from openrlhf.distributed import collectives
 from openrlhf.distributed.collectives import BEAT, all_or_none, gather_by_store
 from openrlhf.distributed.topology import Topology
-from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.errors import CheckpointError, ConfigError, MachineError
 from openrlhf.utils.rendezvous import open_store
 from tests.distributed.spawn import run_ranks
 from tests.integration.heads import free_ports
@@ -38,6 +38,21 @@ def test_ranks_that_share_weights_or_rows_read_the_same_data():
 def test_a_world_that_cannot_be_divided_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"6 ranks .*multiple of 4"):
         Topology(world_size=6, cp_size=2, tp_size=2)
+
+
+def test_ranks_that_do_not_come_are_awaited_aloud_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("openrlhf.utils.progress.SAY_AFTER_S", 0.1)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # it sets them for good
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    with pytest.raises(MachineError, match=r"WORLD_SIZE 2 ranks joined \(this is RANK 0\): Timed"):
+        collectives.init_process_group(Topology(world_size=2), rank_timeout_s=0.5)
+    assert "s for WORLD_SIZE 2 ranks to join (this is RANK 0)" in capfd.readouterr().out
 
 
 def hearing(monkeypatch: pytest.MonkeyPatch, *said: bytes, deadline_s: float) -> list[int]:
