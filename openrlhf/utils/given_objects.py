@@ -42,6 +42,8 @@ def as_paths(name: str, value: Any, folder: Path) -> Any:
         form = getattr(value, "format", None)  # of a data set
         if isinstance(form, Mapping) and form.get("type") == "custom":
             raise ConfigError(f"{name} has a transform, which no file keeps. Give it with map.")
+        if hasattr(value, "reset_index"):  # pandas would write the index of a filtered frame
+            value = value.reset_index(drop=True)
         return _written(name, ".parquet", folder, value.to_parquet)
     kind, remedy = type(value).__name__, "a path or hub id, a datasets.Dataset, or a list of rows"
     if hasattr(value, "save_pretrained"):

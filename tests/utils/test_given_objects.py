@@ -31,6 +31,13 @@ def test_tables_are_written_as_parquet(tmp_path: Path, make) -> None:
     assert (pandas.read_parquet(path).to_dict("records"), other) == (rows, "other.jsonl")
 
 
+def test_the_index_of_a_frame_is_no_column(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"input": [*"abcd"]})[lambda rows: rows["input"] != "c"]
+    path = as_paths("data.dataset", frame, tmp_path)
+    table = datasets.Dataset.from_parquet(path, cache_dir=str(tmp_path))
+    assert table.column_names == ["input"] and table["input"][:] == [*"abd"]
+
+
 def test_a_model_and_its_tokenizer_become_a_folder(tmp_path: Path, tiny_model_dir: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     pair = model, transformers.AutoTokenizer.from_pretrained(tiny_model_dir)
