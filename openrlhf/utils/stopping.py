@@ -1,10 +1,12 @@
-"""Ctrl-C and SIGTERM: a training loop notes them and ends by itself; elsewhere they raise.
+"""Ctrl-C, SIGTERM and the end of a terminal (SIGHUP): a training loop notes them and ends by
+itself; elsewhere they raise.
 
 A second signal ends the process at once, and so does the end of the grace time.
 """
 
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -14,7 +16,7 @@ from types import FrameType
 
 from openrlhf.utils.console import warn
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTHING_SAVED = "nothing was saved yet. Type the same command to start again"
 OVERDUE = "the step did not end in {:g} s (--grace_s); it was not saved"
 HELD_S = 30.0  # outside of a loop
@@ -46,13 +48,15 @@ class _Listener:
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal. A forked process, such as those that tokenise, ignores Ctrl-C, which its
-        parent handles, and exits at SIGTERM.
+        parent handles, and exits at the others.
         """
         if os.getpid() != self.pid:
-            if number == signal.SIGTERM:
+            if number != signal.SIGINT:
                 os._exit(128 + number)
             return
         self.heard_at = time.monotonic()
+        if number == signal.SIGHUP:
+            _close_terminal()
         if self.failure is not None:
             raise self.failure
         if self.is_overdue:
@@ -99,12 +103,20 @@ class _Listener:
         os.close(pipe)
 
 
+def _close_terminal() -> None:
+    """Write to nobody where the output was a terminal's, which takes nothing any more."""
+    with open(os.devnull, "w") as nobody:
+        for stream in (1, 2):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                os.dup2(nobody.fileno(), stream)
+
+
 _listener = _Listener()
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are its own
 
 
 def listen() -> None:
-    """Handle SIGINT and SIGTERM from now on, unless this process was started to ignore them."""
+    """Handle the signals from now on, unless this process was started to ignore them."""
     if threading.current_thread() is threading.main_thread():
         _listener.pid = os.getpid()
         for number in SIGNALS:
@@ -114,7 +126,7 @@ def listen() -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Have SIGINT and SIGTERM raise KeyboardInterrupt inside, but where a loop is patient."""
+    """Have the signals raise KeyboardInterrupt inside, but where a loop is patient."""
     global _listener
     if threading.current_thread() is not threading.main_thread():
         yield

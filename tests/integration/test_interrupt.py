@@ -2,13 +2,17 @@
 leaves no process behind.
 """
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -136,6 +140,25 @@ def test_ctrl_c_while_the_reference_starts_again_saves_without_waiting_for_it(
     assert process.returncode == 130 and "ref is started again" in error, error[-3000:]
     assert time.monotonic() - asked_at < 30
     saved_step(error, tmp_path / "ckpt")
+
+
+def test_a_run_whose_terminal_is_closed_saves_first(given: dict, tmp_path: Path) -> None:
+    flags = FLAGS.format(episodes=99) + "--vllm_num_engines 0 --max_samples 4"
+    words = argv(flags, **given, ckpt_path=tmp_path / "ckpt")
+    words = [sys.executable, "-m", "openrlhf.cli.train_ppo", *words]
+    own, other = pty.openpty()
+    said, ends = "", {"stdin": other, "stdout": other, "stderr": other}
+    take = partial(fcntl.ioctl, other, termios.TIOCSCTTY, 0)
+    with subprocess.Popen(words, **ends, start_new_session=True, preexec_fn=take) as process:
+        os.close(other)
+        while "step 2/" not in said:
+            said += os.read(own, 4096).decode(errors="replace")
+        os.close(own)
+        process.wait(90)
+    assert process.returncode == 130
+    log = (tmp_path / "run" / "logs" / "driver.log").read_text()
+    assert "SIGHUP: saving once the step is over" in log
+    assert len(list((tmp_path / "ckpt").glob("global_step*"))) == 1
 
 
 def test_sigterm_while_the_policy_itself_generates_ends_with_code_130(

@@ -16,13 +16,13 @@ def ask(number: int = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", stopping.SIGNALS)
 def test_outside_of_a_loop_a_signal_raises_at_once(number):
     with stopping.listening(), pytest.raises(KeyboardInterrupt):
         ask(number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", stopping.SIGNALS)
 def test_a_patient_loop_notes_a_signal_and_a_launchers_copy_of_it(number, capfd):
     with stopping.listening(), stopping.patiently(60):
         assert not stopping.is_asked()
