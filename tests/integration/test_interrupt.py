@@ -12,7 +12,6 @@ import sys
 import termios
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -148,8 +147,13 @@ def test_a_run_whose_terminal_is_closed_saves_first(given: dict, tmp_path: Path)
     words = [sys.executable, "-m", "openrlhf.cli.train_ppo", *words]
     own, other = pty.openpty()
     said, ends = "", {"stdin": other, "stdout": other, "stderr": other}
-    take = partial(fcntl.ioctl, other, termios.TIOCSCTTY, 0)
-    with subprocess.Popen(words, **ends, start_new_session=True, preexec_fn=take) as process:
+
+    def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+        fcntl.ioctl(other, termios.TIOCSCTTY, 0)
+
+    own_session = {"start_new_session": True, "preexec_fn": take_terminal}
+    with subprocess.Popen(words, **ends, **own_session) as process:
         os.close(other)
         while "step 2/" not in said:
             said += os.read(own, 4096).decode(errors="replace")

@@ -5,11 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from openrlhf.errors import EngineError
 from openrlhf.utils import stopping
+
+
+@pytest.fixture(autouse=True)
+def none_is_ignored() -> Iterator[None]:
+    """Under nohup SIGHUP is."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def ask(number: int = signal.SIGTERM) -> None:
