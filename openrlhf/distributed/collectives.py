@@ -106,7 +106,7 @@ def init_process_group(topology: Topology, *, rank_timeout_s: float) -> torch.de
 
 @contextmanager
 def _joining(topology: Topology) -> Iterator[None]:
-    """Say inside that other ranks are awaited; raise MachineError if they do not come."""
+    """Say now and then, while ranks join, who is awaited; raise MachineError if not all come."""
     rank, size = topology.rank, topology.world_size
     # Rank 1 says it too, for rank 0 may be the one that is missing.
     awaited = saying_what_is_awaited(f"WORLD_SIZE {size} ranks to join (this is RANK {rank})")

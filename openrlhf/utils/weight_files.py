@@ -22,8 +22,8 @@ NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # names of families
 
 def weight_problems(config: CommandConfig) -> Iterator[str]:
     """Yield a line for every named model whose index leads out of its folder, whose files are torn
-    or missing, or whose config has more layers than its files have tensors: that would be built for
-    hours.
+    or missing, or whose config has more layers than its files have tensors, which would take hours
+    to build.
     """
     for option, opens, names in named_things(config):
         for folder in (Path(name).expanduser() for name in names if opens in KINDS):
@@ -48,7 +48,7 @@ def _check_layers(folder: Path) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ConfigError for a safetensors file that is not whole, and one that is missing."""
+    """Raise ConfigError for a torn safetensors file, and for one that the index names in vain."""
     shards = [] if (folder / WHOLE[0]).is_file() else _indexed_files(folder)
     for name in (*WHOLE, *shards):
         if (path := folder / name).is_file():
