@@ -51,7 +51,7 @@ class StubGroup(WorkerGroup):
     def result(self, share: Any, columns: Sequence[str] | None = None) -> object:
         """Return a column of a forward, or what a rank returns of its updates."""
         if columns is None:
-            return self.column[: int(share.num_actions.sum())]
+            return self.column[: len(share) * NUM_ACTIONS]
         column, indices = share.experience.advantages, share.experience.sample_indices
         return UpdateResult(Metrics(), indices.tolist(), dict.fromkeys(columns, column))
 

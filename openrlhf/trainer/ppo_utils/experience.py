@@ -2,16 +2,17 @@
 
 Every column has one of three axes: token (T), action (N: sampled tokens only) or sample (B);
 `select` keeps the three in step. Its cost is that of the samples it takes, whatever the batch
-holds: a share for one of many ranks is cut by slices of numpy arrays, which begin and end at
-offsets that are computed once a batch. Columns that come with the samples, such as their tokens,
-stay in pieces in the controller, which reads none of them; a share has them laid end to end.
+holds: slices of numpy arrays begin and end at offsets that are computed once a batch. `cut` makes
+the shares of many ranks: a column is laid out once for some hundred samples and then split.
+Columns that come with the samples, such as their tokens, stay in pieces in the controller, which
+reads none of them; a share has them laid end to end.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from openrlhf.utils.images import ImageProcessor, Picture
 from openrlhf.utils.packing import Batch, PackedBatch
 from openrlhf.utils.rollout import Rollout
 
+BLOCK = 256  # samples
 TOKEN, ACTION, SAMPLE = ({"axis": axis} for axis in ("token", "action", "sample"))
 
 
@@ -139,6 +141,29 @@ class Experience(Batch):
         images = tuple(self.images[index] for index in indices) if self.images else ()
         return Experience(**columns, images=images)
 
+    def cut(self, parts: Sequence[Sequence[int]]) -> Iterator["Experience"]:
+        """Yield the samples of each part: `BLOCK` samples are laid out at a time, or one part."""
+        block: list[Sequence[int]] = []
+        for part in parts:
+            if block and sum(map(len, block)) + len(part) > BLOCK:
+                yield from self._cut_block(block)
+                block = []
+            block.append(part)
+        yield from self._cut_block(block)
+
+    def _cut_block(self, parts: Sequence[Sequence[int]]) -> Iterator["Experience"]:
+        """Yield the samples of each part as views of columns that are laid out once."""
+        whole = self.select([index for part in parts for index in part])
+        counts = [len(part) for part in parts]
+        bounds = list(pairwise(accumulate(counts, initial=0)))
+        sizes = {"sample": counts}
+        for axis, offsets in whole._offsets.items():
+            sizes[axis] = [offsets[end] - offsets[start] for start, end in bounds]
+        columns = {name: c.split(sizes[AXES[name]]) for name, c in whole._columns.items()}
+        for (start, end), *views in zip(bounds, *columns.values(), strict=True):
+            share = dict(zip(columns, views, strict=True))
+            yield Experience(**share, images=whole.images[start:end])
+
     def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list["Experience"]]:
         """Cut the samples into shares balanced by tokens, without columns that models computed;
         return the indices of each share, and the shares. They are kept, for all models with as many
@@ -147,7 +172,7 @@ class Experience(Batch):
         if num_shares not in self._forward_shares:
             parts = balanced_partitions(self.costs.tolist(), num_shares)
             plain = self.with_columns(())
-            self._forward_shares[num_shares] = parts, [plain.select(part) for part in parts]
+            self._forward_shares[num_shares] = parts, list(plain.cut(parts))
         return self._forward_shares[num_shares]
 
     @cached_property

@@ -58,19 +58,23 @@ class PlannedStep:
     num_text_tokens: int = 0
 
 
+OF_ALL_RANKS = ("num_tokens", "num_samples", "num_steps", "kl_coef", "num_text_tokens")
+
+
 @dataclass(frozen=True)
 class UpdateShare(Sequence[UpdateStep]):
     """The optimizer steps of one rank, cut out of its samples when they are asked for."""
 
     experience: Experience
-    steps: Sequence[tuple[Sequence[int], dict[str, Any]]]  # samples, and the other fields
+    # Samples, what the step has of all ranks, and text
+    steps: Sequence[tuple[Sequence[int], dict[str, Any], tuple[Tensor, ...]]]
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def __getitem__(self, index: int) -> UpdateStep:  # type: ignore[override]
-        samples, others = self.steps[index]
-        return UpdateStep(self.experience.select(samples), **others)
+        samples, same, texts = self.steps[index]
+        return UpdateStep(self.experience.select(samples), texts=texts, **same)
 
 
 @dataclass(frozen=True)
@@ -139,21 +143,17 @@ def plan_updates(
 
 
 def update_shares(experience: Experience, plan: Sequence[PlannedStep]) -> Iterator[UpdateShare]:
-    """Yield the share of every rank; only one is held at a time. A sample that a rank sees in
-    several epochs is sent once.
+    """Yield the share of every rank; few are held at a time. A sample that a rank sees in several
+    epochs is sent once.
     """
-    for rank in range(len(plan[0].members) if plan else 0):
-        own = sorted({index for step in plan for index in step.members[rank]})
-        position = {index: k for k, index in enumerate(own)}
-        steps = [([position[i] for i in step.members[rank]], _totals(step, rank)) for step in plan]
-        yield UpdateShare(experience.select(own), steps)
-
-
-def _totals(step: PlannedStep, rank: int) -> dict[str, Any]:
-    """Return the fields of a rank's UpdateStep other than its samples."""
-    own = vars(step) | {"texts": step.texts[rank] if step.texts else ()}
-    del own["members"]
-    return own
+    ranks = range(len(plan[0].members) if plan else 0)
+    parts = [sorted({i for step in plan for i in step.members[rank]}) for rank in ranks]
+    same = [{name: vars(step)[name] for name in OF_ALL_RANKS} for step in plan]
+    for rank, samples in zip(ranks, experience.cut(parts), strict=True):
+        position = {index: k for k, index in enumerate(parts[rank])}
+        own = ([position[index] for index in step.members[rank]] for step in plan)
+        texts = (step.texts[rank] if step.texts else () for step in plan)
+        yield UpdateShare(samples, list(zip(own, same, texts, strict=True)))
 
 
 def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs: int) -> int:
