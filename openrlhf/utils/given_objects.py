@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.errors import ConfigError, first_line
+from openrlhf.utils.images import PictureError, read_picture
 
 NUM_DIGITS = 12  # of a digest, in a name
 
@@ -57,7 +58,21 @@ def as_paths(name: str, value: Any, folder: Path) -> Any:
 
 def _write_rows(rows: list[Mapping[str, object]], path: str) -> None:
     with Path(path).open("w") as file:
-        file.writelines(json.dumps(dict(row)) + "\n" for row in rows)
+        for number, row in enumerate(rows, start=1):
+            try:
+                file.write(json.dumps(dict(row), default=_as_text) + "\n")
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"row {number}: {error}") from error
+
+
+def _as_text(value: object) -> str:
+    """Return a path or an image as rows of a file have it; raise TypeError for another object."""
+    if isinstance(value, os.PathLike):
+        return str(value)
+    try:
+        return read_picture(value).data_url()
+    except PictureError as error:
+        raise TypeError(f"neither JSON nor an image: {error}") from error
 
 
 def _written(name: str, suffix: str, folder: Path, write: Any) -> str:

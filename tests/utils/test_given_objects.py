@@ -11,6 +11,8 @@ import transformers
 from openrlhf.api import evaluate, sft
 from openrlhf.errors import ConfigError
 from openrlhf.utils.given_objects import as_paths
+from openrlhf.utils.images import read_picture
+from tests.helpers import tiny_vision
 
 ROWS = [{"input": "1+1=", "output": "2", "n": 10**20}, {"input": "é", "output": ""}]
 
@@ -21,6 +23,17 @@ def test_rows_are_written_as_they_are_and_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [Path(first).name]
     assert [json.loads(line) for line in Path(first).read_text().splitlines()] == ROWS
     assert as_paths("dataset", ROWS[:1], tmp_path) != first
+
+
+def test_rows_may_hold_images_bytes_and_paths(tmp_path: Path) -> None:
+    image = tiny_vision.noise(28, 56)
+    image.save(tmp_path / "a.png")
+    data = (tmp_path / "a.png").read_bytes()
+    path = as_paths("dataset", [{"images": [image, data, tmp_path / "a.png"]}], tmp_path)
+    [row] = map(json.loads, Path(path).read_text().splitlines())
+    assert row["images"][2] == str(tmp_path / "a.png")
+    for value in row["images"]:
+        assert read_picture(value).open().tobytes() == image.tobytes()
 
 
 @pytest.mark.parametrize("make", [datasets.Dataset.from_list, pandas.DataFrame])
@@ -56,7 +69,7 @@ def test_what_cannot_be_written_is_one_line_with_what_to_give(tmp_path: Path) ->
         (datasets.Dataset.from_list(ROWS[1:]).with_transform(dict), "dataset has a transform"),
         ({"input": ["a"], "output": ["b"]}, r"be a dict. Give datasets.Dataset.from_dict of it"),
         (iter(ROWS), "cannot be a list_iterator. Give a path or hub id, a datasets.Dataset, or a"),
-        ([{"input": {1, 2}}], "Object of type set is not JSON serializable. Give a path instead"),
+        ([{}, {"input": {1, 2}}], "row 2: neither JSON nor an image: set instead of an image"),
     ):
         with pytest.raises(ConfigError, match=said) as caught:
             as_paths("dataset", value, tmp_path)
