@@ -199,8 +199,10 @@ def compare(
     metrics = Metrics()
     for part in itertools.chain(*results.values()):
         metrics.merge(part.metrics)
-    # What a process takes is its own.
+    # What a process takes is its own. The state of Adam is kept where a step has several updates.
     values = {k: v for k, v in metrics.values().items() if not k.startswith("memory/")}
+    if max(kept.step_inputs.updates) == 1:
+        values = {k: v for k, v in values.items() if not k.endswith("_update_ratio")}
     before = kept.metrics
     different = [name for name, value in values.items() if before.get(name) != value]
     lines = [f"step {kept.step_inputs.global_step} again: {len(kept.rollouts)} samples"]
