@@ -176,15 +176,6 @@ class Chat:
         """Return the pictures of the conversation and of the next line."""
         return [*self.images, *self.added]
 
-    def _pixels(self, prompt: torch.Tensor) -> dict[str, Any]:
-        """Return the inputs of the model for pictures in a prompt, (1, T)."""
-        if self.processor is None:
-            return {}
-        inputs: dict[str, Any] = {"suppress_tokens": [*self.processor.banned_token_ids]}
-        if self._seen:
-            inputs |= self.processor.inputs(self.processor.pixels(self._seen), prompt)
-        return inputs
-
     def _respond(self, line: str) -> None:
         try:
             prompt = torch.tensor([self.prompt_for(line)], device=self._model.device)
@@ -194,9 +185,12 @@ class Chat:
                 say("[its images are left out]\n")
                 self.added.clear()
             return
-        rollout, chance = self.config.rollout, {}
+        rollout, chance, sees = self.config.rollout, {}, dict[str, Any]()
         if not rollout.is_greedy:
             chance = {name: getattr(rollout, name) for name in ("temperature", "top_p", *CUTS)}
+        if self.processor is not None:
+            sees = self.processor.inputs(self._seen, prompt)
+            sees["suppress_tokens"] = [*self.processor.banned_token_ids]
         stream = AnswerStream(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
             found = self._model.generate(
@@ -210,7 +204,7 @@ class Chat:
                 stop_strings=list(rollout.stop) if rollout.stop else None,
                 tokenizer=self.tokenizer,
                 pad_token_id=self.tokenizer.pad_token_id,
-                **self._pixels(prompt),
+                **sees,
                 **chance,
             )
             if found.size(1) >= self.max_len:

@@ -11,10 +11,10 @@ import datasets
 from datasets import Dataset
 
 from openrlhf.datasets.template_fields import PICTURE, Message
+from openrlhf.utils.images import inner_value
 
 TAG = "<image>"  # a place for a picture in text, of rows with a column of pictures
 PART_TYPES = ("image", "image_url", "input_image")
-PART_KEYS = ("image", "image_url", "url", "path", "base64")  # under which a part holds its picture
 
 
 def is_place(part: object) -> bool:
@@ -26,7 +26,7 @@ def values_in(value: object) -> list[Any]:
     """Return the value of each picture in message lists; None of a part that is only a place."""
     if isinstance(value, Mapping):
         if is_place(value):
-            return [_value_of(value)]
+            return [inner_value(value)]
         keys = ("messages", "conversations", "content", "value")
         return [found for key in keys for found in values_in(value.get(key))]
     is_list = isinstance(value, (list, tuple))
@@ -34,21 +34,11 @@ def values_in(value: object) -> list[Any]:
 
 
 def values_of(column: object) -> list[Any]:
-    """Return the values in a column of one picture or of a list of them; an object may hold one
-    as a content part does.
-    """
+    """Return the values in a column of one picture or of a list of them."""
     if column is None or column == "":
         return []
     values = column if isinstance(column, (list, tuple)) else [column]
-    is_part = [isinstance(each, Mapping) and not each.get("bytes") for each in values]
-    return [_value_of(v) if part else v for v, part in zip(values, is_part, strict=True)]
-
-
-def _value_of(part: Mapping[str, Any]) -> Any:
-    """Return the value of the picture that a content part holds, if there is one."""
-    found = next((part[key] for key in PART_KEYS if part.get(key) is not None), None)
-    has_url = isinstance(found, Mapping) and found.get("url") is not None
-    return found["url"] if has_url else found
+    return [inner_value(value) for value in values]
 
 
 def with_places(messages: Sequence[Message], num_pictures: int, *, begins: bool) -> list[Message]:

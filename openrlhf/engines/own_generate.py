@@ -200,7 +200,10 @@ def sample_rows(
     uniform_RT = torch.empty(len(rows), sampling.max_new_tokens, dtype=torch.float64)
     for numbers_T, row in zip(uniform_RT, rows, strict=True):
         numbers_T.uniform_(generator=torch.Generator().manual_seed(row.sampling.seed))
-    bias = {} if processor is None else processor.logit_bias
+    bias, sees = {}, {}
+    if processor is not None:
+        bias = processor.logit_bias
+        sees = processor.inputs([picture for row in rows for picture in row.images], token_ids_RL)
     choose = ChooseTokens(sampling, uniform_RT.to(model.device), bias)
     model.generation_config = GenerationConfig(
         do_sample=False,  # `choose` has chosen
@@ -220,7 +223,7 @@ def sample_rows(
         stopping_criteria=StoppingCriteriaList(texts),
         synced_gpus=False,
         **shared_prompts(model, rows, token_ids_RL, is_token_RL),
-        **image_inputs(rows, token_ids_RL, processor),
+        **sees,
     )[:, width:]
     logprobs = torch.stack(choose.logprobs, dim=1).tolist()
     completions = []
@@ -263,17 +266,6 @@ def shared_prompts(
     order = [row_of[tuple(row.prompt_token_ids)] for row in rows]
     cache.reorder_cache(torch.tensor(order, device=token_ids_RL.device))
     return {"past_key_values": cache}
-
-
-def image_inputs(
-    rows: Sequence[GenerationRequest], token_ids_RL: Tensor, processor: ImageProcessor | None
-) -> dict[str, Tensor]:
-    """Return the arguments of `generate` for the images of all rows, row by row."""
-    pictures = [picture for row in rows for picture in row.images]
-    if not pictures:
-        return {}
-    assert processor is not None, "images need a processor"
-    return processor.inputs(processor.pixels(pictures), token_ids_RL)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of files; none runs a
 BANNED_LOGIT = -3e4
 PROCESSOR_FILES = ("preprocessor_config", "video_preprocessor_config", "processor_config")
 PNG_START = b"\x89PNG\r\n\x1a\n"
+KEYS = ("bytes", "image", "image_url", "url", "path", "base64")  # of an object with a picture
 MAX_PATH = 4096  # characters: a longer text is no path
 
 
@@ -125,20 +126,27 @@ def _decoded(data: bytes) -> Image.Image:
 
 def read_picture(value: object, *, folder: Path | None = None, allow_paths: bool = True) -> Picture:
     """Return the picture that a path, encoded bytes, base64 text, a data URL, an image of Pillow or
-    {"bytes", "path"} holds; raise PictureError for anything else.
+    an object with one of these holds; raise PictureError for anything else.
 
     A path is looked for in `folder`, then in the current one. Without `allow_paths` no file of this
     machine is read.
     """
-    data = _encoded(value, folder, allow_paths)
+    data = _encoded(inner_value(value), folder, allow_paths)
     image = _decoded(data)
     return Picture(data, hashlib.sha256(data).hexdigest(), *image.size)
 
 
+def inner_value(value: Any) -> Any:
+    """Return the value of a picture that an object holds, as a content part or the `Image` column
+    of a hub data set does, or None; any other value as it is.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    return inner_value(next((value[key] for key in KEYS if value.get(key) is not None), None))
+
+
 def file_of(value: object, folder: Path | None = None) -> Path | None:
     """Return the file that a value names, if there is one."""
-    if isinstance(value, Mapping) and not value.get("bytes"):
-        value = value.get("path")
     if not isinstance(value, (str, Path)) or len(str(value)) > MAX_PATH:
         return None
     path = Path(str(value).removeprefix("file://")).expanduser()
@@ -158,8 +166,6 @@ def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
             return path.read_bytes()
         except OSError as error:
             raise PictureError(f"{path}: {error.strerror}") from error
-    if isinstance(value, Mapping):
-        return _encoded(value.get("bytes") or value.get("path"), folder, allow_paths)
     if isinstance(value, Path):
         raise PictureError("there is no such file")
     if not isinstance(value, str):
@@ -317,11 +323,9 @@ class ImageProcessor:
         found = self._processor(images=files, return_tensors="pt")
         sizes = [(picture.height, picture.width) for picture in distinct.values()]
         pixels, grid = self.family.pixels(self._processor, found, sizes)
-        pixels = pixels.float()
-        index_of = {sha256: index for index, sha256 in enumerate(distinct)}
-        order = [index_of[picture.sha256] for picture in pictures]
-        parts = pixels.split(grid.prod(-1).tolist())
-        return Images.concat(Images(parts[index], grid[index, None]) for index in order)
+        parts = map(Images, pixels.float().split(grid.prod(-1).tolist()), grid[:, None])
+        made = dict(zip(distinct, parts, strict=True))
+        return Images.concat(made[picture.sha256] for picture in pictures)
 
     @property
     def logit_bias(self) -> dict[int, float]:
@@ -345,7 +349,9 @@ class ImageProcessor:
             raise PictureError(f"{ids.count(pad)} places for images of {sizes} tokens, or others")
         return found
 
-    def inputs(self, images: Images, token_ids: "Tensor") -> dict[str, "Tensor"]:
+    def inputs(self, pictures: Sequence[Picture], token_ids: "Tensor") -> dict[str, "Tensor"]:
         """Return the arguments of `generate` for the pictures of all rows of ids, (R, T)."""
-        images = images.to(token_ids.device)
+        if not pictures:
+            return {}
+        images = self.pixels(pictures).to(token_ids.device)
         return self.family.inputs(images.pixels, images.grid, token_ids)

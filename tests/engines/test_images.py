@@ -59,9 +59,7 @@ class Seen:
     def logprobs(self, request: GenerationRequest, token_ids: tuple[int, ...]) -> torch.Tensor:
         """Log-probs (A, V) before each token that was sampled, in one forward of Hugging Face."""
         ids = torch.tensor([[*request.prompt_token_ids, *token_ids]])
-        inputs = {}
-        if request.images:
-            inputs = self.processor.inputs(self.processor.pixels(request.images), ids)
+        inputs = self.processor.inputs(request.images, ids)
         logits = self.model(input_ids=ids, **inputs).logits[0, -len(token_ids) - 1 : -1]
         for token_id in self.processor.banned_token_ids:
             logits[:, token_id] -= 100.0
