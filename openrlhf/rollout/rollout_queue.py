@@ -28,13 +28,14 @@ from openrlhf.utils.images import read_picture, write_pictures
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.progress import Quiet
 from openrlhf.utils.rollout import Rollout, fields_of
+from openrlhf.utils.rollout_files import images_of
 from openrlhf.utils.threads import on_loop
 
 WAIT_S = 4 * 3600.0  # for samples, or the end of running ones; no call of an engine takes longer
 CLOSE_S = 40.0  # until what runs must have ended
 
 GROUPS = "finished_groups.pt"
-OF_PROMPT = {"group_id", "row_id", "label", "datasource", "columns", "source_prompt", "images"}
+OF_PROMPT = {"group_id", "row_id", "label", "datasource", "columns", "source_prompt"}
 IMAGES = "finished_images"  # those of the samples, once each; they name them by their hashes
 
 # A prompt whose samples wait for their step: its key, the steps that ended since it was started.
@@ -270,13 +271,9 @@ def write_groups(folder: Path, groups: Sequence[SavedGroup], sampling: SamplingS
     """
     if groups:
         own = partial(fields_of, left_out=OF_PROMPT)
-        kept = [
-            (key, age, [own(r) | {"images": [i.sha256 for i in r.images]} for r in rollouts])
-            for key, age, rollouts in groups
-        ]
-        write_pictures(
-            folder / IMAGES, (i for _, _, group in groups for r in group for i in r.images)
-        )
+        kept = [(key, age, [own(r) for r in rollouts]) for key, age, rollouts in groups]
+        for _, _, rollouts in groups:
+            write_pictures(folder / IMAGES, images_of(rollouts))
         content = io.BytesIO()
         torch.save((repr(sampling), kept), content)
         (folder / GROUPS).write_bytes(content.getbuffer())
@@ -296,9 +293,9 @@ def read_groups(
         prompt = prompts[key[1]]
         shared, known = {"group_id": 0, **prompt.of_samples}, {i.sha256: i for i in prompt.images}
         for own in rollouts:  # an agent's environment may have images too
-            names = own.pop("images", ())
             own["images"] = tuple(
-                known.get(name) or read_picture(folder / IMAGES / f"{name}.png") for name in names
+                known.get(name) or read_picture(folder / IMAGES / f"{name}.png")
+                for name in own.get("images", ())
             )
         groups.append((key, age, [Rollout(**shared | own) for own in rollouts]))
     return groups

@@ -158,11 +158,7 @@ class StepDump:
         columns = {name: getattr(self.experience, name, None) for name in COMPUTED}
         known = {name: column for name, column in columns.items() if column is not None}
         content = io.BytesIO()
-        samples = [
-            fields_of(rollout, left_out=(*OF_DATA, "images"))
-            | {"images": [image.sha256 for image in rollout.images]}
-            for rollout in self.rollouts
-        ]
+        samples = [fields_of(rollout, left_out=OF_DATA) for rollout in self.rollouts]
         write_pictures(self.folder / IMAGES, images_of(self.rollouts))
         torch.save({"samples": samples, "computed": self.experience and known}, content)
         (self.folder / SAMPLES_FILE).write_bytes(content.getbuffer())

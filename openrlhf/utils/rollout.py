@@ -102,8 +102,11 @@ class Rollout:
 
 
 def fields_of(rollout: Rollout, *, left_out: Container[str]) -> dict[str, object]:
-    """Return the fields of a sample for a file of tensors, which are in memory of their own."""
+    """Return the fields of a sample for a file of tensors, which are in memory of their own; its
+    images by their hashes, which name files.
+    """
     values = {name: v for name, v in vars(rollout).items() if name not in left_out}
+    values["images"] = [image.sha256 for image in rollout.images]
     return {name: v.clone() if isinstance(v, Tensor) else v for name, v in values.items()}
 
 
