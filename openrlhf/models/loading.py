@@ -181,6 +181,12 @@ def image_processor_of(
     return None
 
 
+def policy_processor(command: Any) -> ImageProcessor | None:
+    """Return the image processor of the policy of an RL command; None for one of texts alone."""
+    path, trust = command.policy_path, command.trust_remote_code
+    return image_processor_of(command, path, load_config(path, trust_remote_code=trust))
+
+
 def refuse_pictures(config: PretrainedConfig, path: str) -> None:
     """Raise ConfigError for a model that reads pictures, where a value head would be put on it."""
     if is_vision(config):

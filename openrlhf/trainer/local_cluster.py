@@ -11,10 +11,9 @@ from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.distributed.collectives import shut_down
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.models.loading import image_processor_of, load_config, resolve_dtype
+from openrlhf.models.loading import load_config, policy_processor, resolve_dtype
 from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, ClusterView, RoleDemand
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.tensors import dtype_name
 
 MAX_NUM_SEQS = 256  # that a worker of an engine on a CPU samples at once: vLLM's own number
@@ -110,12 +109,6 @@ def engine_config(
         "trust_remote_code": config.trust_remote_code,
         "distributed_executor_backend": executor,
     }
-
-
-def policy_processor(config: GenerationRunConfig) -> ImageProcessor | None:
-    """Return the image processor of the policy, None for one of texts alone."""
-    path, trust = config.policy_path, config.trust_remote_code
-    return image_processor_of(config, path, load_config(path, trust_remote_code=trust))
 
 
 def policy_dtype(config: GenerationRunConfig, *, has_gpus: bool) -> torch.dtype:

@@ -8,12 +8,8 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.generation import GenerationRunConfig
-from openrlhf.trainer.local_cluster import (
-    Cluster,
-    engine_config,
-    policy_dtype,
-    policy_processor,
-)
+from openrlhf.models.loading import policy_processor
+from openrlhf.trainer.local_cluster import Cluster, engine_config, policy_dtype
 from openrlhf.trainer.ppo_utils.demands import ClusterView, role_demands
 from openrlhf.trainer.ray.launcher import (
     CALL_TIMEOUT_S,

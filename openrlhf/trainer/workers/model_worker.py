@@ -32,7 +32,7 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import SKIPPED, EvalEngine, TrainEngine
 from openrlhf.errors import CheckpointError, NumericsError, SkippedUpdate
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import image_processor_of, load_config
+from openrlhf.models.loading import policy_processor
 from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
@@ -105,8 +105,7 @@ class ModelWorker:
     @cached_property
     def image_processor(self) -> ImageProcessor | None:
         """Return the image processor of a policy that sees images, else None."""
-        path, trust = self.config.policy_path, self.config.trust_remote_code
-        return image_processor_of(self.config, path, load_config(path, trust_remote_code=trust))
+        return policy_processor(self.config)
 
     def init_model(self, *args: Any) -> int:
         """Load the model of the role; return its parameter count."""
