@@ -40,7 +40,6 @@ from openrlhf.trainer.ppo_inputs import RunInputs
 from openrlhf.trainer.ppo_utils.update_plan import num_updates_per_rollout
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.console import say_notices
-from openrlhf.utils.images import is_vision
 from openrlhf.utils.own_functions import ESTIMATOR, POLICY_LOSS, check_function
 from openrlhf.utils.run_folder import LOGS
 from openrlhf.utils.tokenizer import (
@@ -305,10 +304,12 @@ def check_models(
         with gathered:
             size = found[path].get_text_config().vocab_size
             check_stop_ids(config.rollout.stop_token_ids, size)
-    if path in found and is_vision(found[path]):
+    if path in found and (config.critic_source is not None or config.reward.model_paths):
         with gathered:
-            _check_reads_pictures(config, found[path], has_engines=has_engines)
+            refuse_pictures(found[path], path)
     if path in found and has_engines:
+        with gathered:
+            check_engine_reads_pictures(found[path], path, instead=INSTEAD_OF_VLLM)
         with gathered:
             refuse_adapter(path, "--pretrain")
         with gathered:
@@ -317,16 +318,6 @@ def check_models(
             with gathered:
                 check_head_size(found[path], path, instead=INSTEAD_OF_VLLM)
     return found.get(path)
-
-
-def _check_reads_pictures(
-    config: GenerationRunConfig, policy: "PretrainedConfig", *, has_engines: bool
-) -> None:
-    """Refuse what a policy that reads pictures cannot be trained with."""
-    if config.critic_source is not None or config.reward.model_paths:
-        refuse_pictures(policy, config.policy_path)
-    if has_engines:
-        check_engine_reads_pictures(policy, config.policy_path, instead=INSTEAD_OF_VLLM)
 
 
 def check_tokens(config: GenerationRunConfig, tokenizer: Tokenizer) -> None:

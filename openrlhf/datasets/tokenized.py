@@ -87,7 +87,6 @@ _PER_ROW = {
     "num_tokens": Value("int32"),  # of all sequences together
     "longest": Value("int32"),  # tokens of its longest sequence
     "largest_id": Value("int32"),
-    "num_images": Value("int32"),
     "num_image_tokens": Value("int32"),  # of all sequences together
     "digest": Value("string"),  # a hash of the example
 }
@@ -164,9 +163,8 @@ class TokenizedDataset(ABC):
         self.notices: list[str] = []  # what a person should be told, one line each
         self._format = row_format
         self._processor = image_processor
-        reads_none = image_processor is None or row_format.max_images_per_prompt == 0
-        self._image_keys = [] if reads_none else self._find_images(rows)
-        self._reads_images = not reads_none
+        self._reads_images = image_processor is not None and row_format.max_images_per_prompt != 0
+        self._image_keys = self._find_images(rows) if self._reads_images else []
         self._rows = reduce(undecoded, self._image_keys, rows)
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
         self._columns = self.find_columns(row_format, rows)
@@ -207,7 +205,7 @@ class TokenizedDataset(ABC):
     def images(self, index: int) -> tuple[Picture, ...]:
         """Return the pictures of an example; raise DataError if they changed since the start."""
         row_id = self.row_ids[index]
-        if not self._per_row["num_images"][row_id]:
+        if not self._per_row["num_image_tokens"][row_id]:
             return ()
         expected = self._table[row_id]["images"]
         try:
@@ -721,7 +719,6 @@ class TokenizedDataset(ABC):
             "num_tokens": sum(map(len, ids)),
             "longest": max(map(len, ids), default=0),
             "largest_id": max((max(part, default=0) for part in ids), default=0),
-            "num_images": len(pictures),
             "num_image_tokens": sum(part.count(pad) for part in ids),
             "digest": hashlib.sha256(json.dumps(held).encode()).hexdigest(),
         }

@@ -127,18 +127,14 @@ def refuse_unsupported(
     """
     problems = [*_split_problems(config, path, ds)]
     if is_vision(config):
-        ring = f"--ring_attn_size {ds.ring_attn_size}"
-        split = f"--ds_tensor_parallel_size {ds.tensor_parallel_size}"
-        problems = [
-            f"{flag}: {path} reads images, which this does not support. Leave it out."
-            for flag, is_used in (
-                (ring, ds.ring_attn_size > 1),
-                (split, ds.tensor_parallel_size > 1),
-                ("--use_liger_kernel", ds.use_liger_kernel),
-                ("--load_in_4bit", ds.load_in_4bit),
-            )
-            if is_used
-        ]
+        flags = {
+            f"--ring_attn_size {ds.ring_attn_size}": ds.ring_attn_size > 1,
+            f"--ds_tensor_parallel_size {ds.tensor_parallel_size}": ds.tensor_parallel_size > 1,
+            "--use_liger_kernel": ds.use_liger_kernel,
+            "--load_in_4bit": ds.load_in_4bit,
+        }
+        said = f"{path} reads images, which this does not support. Leave it out."
+        problems = [f"{flag}: {said}" for flag, is_used in flags.items() if is_used]
     if padding_note(config, path) is not None:
         if ds.ring_attn_size > 1:
             problems.append(
