@@ -154,6 +154,42 @@ with ray_session():
 """
 
 
+# One of its processes is killed.
+DEATH = """
+import logging, os, sys, time
+
+import ray
+
+from openrlhf.trainer.ray.launcher import ray_session
+
+with ray_session():
+    logging.getLogger("ray").handlers = [logging.FileHandler("ray.log")]
+    try:
+        ray.get(ray.remote(max_retries=0)(lambda: os.kill(os.getpid(), 9)).remote())
+    except ray.exceptions.WorkerCrashedError:
+        print("it died", flush=True)
+    deadline = time.monotonic() + 30
+    while not os.path.getsize("ray.log") and time.monotonic() < deadline:
+        time.sleep(0.1)
+"""
+
+
+def test_what_ray_guesses_at_a_death_is_in_the_log_and_not_on_the_screen(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", DEATH],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment | {"RAY_TMPDIR": folder, "RAY_ADDRESS": "local"},
+        )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr) == ("it died\n", "")
+    assert "common causes" in (tmp_path / "ray.log").read_text()
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_second_run_has_a_cluster_of_its_own_on_loopback_that_ends_with_it() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}

@@ -1,5 +1,6 @@
 """Ray at the edge: joins or starts a cluster, runs plain classes as actors, unwraps errors."""
 
+import logging
 import os
 import secrets
 import socket
@@ -17,6 +18,7 @@ import psutil
 import ray
 from ray._common.utils import get_ray_address_file
 from ray._private import ray_constants, services
+from ray._private import worker as ray_worker
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
@@ -88,24 +90,41 @@ def ray_session() -> Iterator[RaySession]:
     asked = os.environ.get("RAY_ADDRESS")
     address = find_cluster(asked)
     watcher = None
-    if address is None:
-        watcher = _start_here()
-    else:
-        _join(address, asked)
-    session = RaySession(ray_processes())
-    try:
-        stopping.listen()  # Ray has put a handler of its own in place
-        yield session
-    finally:
-        if not session.is_lost():
-            ray.shutdown()
+    with _messages_in_log():
+        if address is None:
+            watcher = _start_here()
         else:
-            stopping.leave_behind()  # Ray's own end would wait too
+            _join(address, asked)
+        session = RaySession(ray_processes())
+        try:
+            stopping.listen()  # Ray has put a handler of its own in place
+            yield session
+        finally:
+            if not session.is_lost():
+                ray.shutdown()
+            else:
+                stopping.leave_behind()  # Ray's own end would wait too
+                if watcher is not None:
+                    session.kill()
             if watcher is not None:
-                session.kill()
-        if watcher is not None:
-            watcher.kill()
-            watcher.wait()
+                watcher.kill()
+                watcher.wait()
+
+
+@contextmanager
+def _messages_in_log() -> Iterator[None]:
+    """Send to Ray's logger what Ray prints of its processes without asking `log_to_driver`: of each
+    that dies a list of guesses, where the run says what is known.
+    """
+
+    def log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        logging.getLogger("ray").error("\n".join(data["lines"]))
+
+    shown, ray_worker.print_to_stdstream = ray_worker.print_to_stdstream, log
+    try:
+        yield
+    finally:
+        ray_worker.print_to_stdstream = shown
 
 
 def _join(address: str, asked: str | None) -> None:
