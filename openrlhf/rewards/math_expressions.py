@@ -54,6 +54,8 @@ UNWORKED = re.compile(
     r"(?![-+(\s]*[\d.,]+[)\s]*$)[\d\s.,+\-*/()]+$|.*(?:[\w)}\]!]\s*(?:[+\-*]|\\(?:times|cdot|div|ast|pm|mp)(?![A-Za-z]))"
     r"|\\(?:sum|int|prod|lim|gcd|lcm|max|min|det)(?![A-Za-z]))"
 )
+# Behind what no decimal writes: \sqrt{2} \times 10^{-3}.
+SCALE = re.compile(r"(?:\\times|\\cdot|[*x])\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+)\s*$")
 CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?\s*(?:([ap])m)?", re.IGNORECASE)
 CHAIN = re.compile(r"(?:(?<![<>!:])=|\\(?:approx|equiv)(?![A-Za-z]))(?![^{}]*\})")
 HUGE = re.compile(r"\^\s*\{?\s*[+-]?\d{6}|(?:\^\{[^{}]*){3}|\d{6}\s*!|!\s*!|phantom")
@@ -167,7 +169,7 @@ def _same(given: str, wanted: str) -> bool:
     number, target = _number(given), _number(wanted)
     if number and target:
         return _same_number(number, target)
-    if target and UNWORKED.match(given):
+    if target and UNWORKED.match(SCALE.sub("", given)):
         return False
     are_bounds = INEQUALITY.search(given) and INEQUALITY.search(wanted)
     if are_bounds and set(VARIABLE.findall(given)) != set(VARIABLE.findall(wanted)):
