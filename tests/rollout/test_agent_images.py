@@ -101,13 +101,13 @@ def processor(model):
     return ImageProcessor.load(model)
 
 
-def act(model, processor, folder, code):
-    """Two episodes of a prompt with WIDE; they are checked against the trainer."""
+def act(model, processor, folder, code, images=(WIDE,)):
+    """Two episodes of a prompt with images; they are checked against the trainer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     place = PLACE if processor.family.has_grid_positions else "<image>"
-    text = f"<|user|>{place}?<|end|><|assistant|>"
+    text = f"<|user|>{place * len(images)}?<|end|><|assistant|>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    prompt = PromptRecord(0, text, tuple(processor.expand(ids, [WIDE])), images=(WIDE,))
+    prompt = PromptRecord(0, text, tuple(processor.expand(ids, images)), images=images)
     hf_model = transformers.AutoModelForImageTextToText.from_pretrained(model).eval()
     engine = OwnGenerate(hf_model, processor=processor)
     sampling = SamplingSettings(num_samples=2, stop_token_ids=(tokenizer.eos_token_id,), seed=0)
@@ -134,6 +134,12 @@ def test_an_environment_answers_with_images_and_resets_with_those_of_the_prompt(
         prompt_image, *others = rollout.images
         assert prompt_image is WIDE  # its bytes are not held twice
         assert [image.open().getpixel((0, 0)) for image in others] == [(0, 0, 80), (0, 0, 160)]
+
+
+def test_an_environment_gets_an_empty_list_where_a_prompt_has_no_images(model, processor, tmp_path):
+    code = ENVIRONMENT.replace("== [(56, 28)]", "== []")
+    rollouts = act(model, processor, tmp_path, code, images=())
+    assert {len(rollout.images) for rollout in rollouts} == {2}
 
 
 def test_an_executor_gets_images_and_asks_with_its_own(model, processor, tmp_path):

@@ -150,7 +150,7 @@ class AgentProcess:
         CURRENT.set(episode)
         prompt, params = request.prompt, first_params(request.sampling, self.setup.max_length)
         extras = self._extras
-        if "images" in extras and prompt.images:
+        if "images" in extras:
             extras = {**extras, "images": [image.open() for image in prompt.images]}
         acting = asyncio.ensure_future(
             self._executor.execute(prompt.prompt_text, prompt.label, params, **extras)
