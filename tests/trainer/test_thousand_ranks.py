@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -263,8 +262,8 @@ def test_a_run_of_a_thousand_ranks_loses_no_sample_and_its_memory_is_flat(
     assert chance.version == trainer.state.weight_version == NUM_STEPS
     assert max(step["staleness_max"] for step in steps_of(trainer)) <= 1
     assert chance.num_ranks_lost >= num_lost and chance.num_engines_lost > 0
-    steps, rss = zip(*sorted(watcher.rss.items())[NUM_STEPS // 4 :], strict=True)
-    growth = float(np.polyfit(steps, rss, 1)[0])
+    rss = [mib for _, mib in sorted(watcher.rss.items())]
+    early, late = max(rss[: NUM_STEPS // 2]), max(rss[NUM_STEPS // 2 :])
     num_samples = NUM_GROUPS * SAMPLES_A_PROMPT
     with capsys.disabled():
         own_s = sorted(watcher.seconds)[len(watcher.seconds) // 2]
@@ -273,5 +272,5 @@ def test_a_run_of_a_thousand_ranks_loses_no_sample_and_its_memory_is_flat(
         )
         print(f"{chance.num_ranks_lost} ranks, {chance.num_engines_lost} engines")
         print(f"controller: {own_s:.2f} s a step, {own_s * 1e5 / num_samples:.1f} ms a 100 samples")
-        print(f"memory: {rss[0]:.0f} MiB, then {growth:+.2f} MiB a step, most {max(rss):.0f}")
-    assert growth * len(steps) < 0.1 * rss[0]
+        print(f"memory: at most {early:.0f} MiB in the first half of the steps, then {late:.0f}")
+    assert late < 1.1 * early
