@@ -66,7 +66,7 @@ class UpdateShare(Sequence[UpdateStep]):
     """The optimizer steps of one rank, cut out of its samples when they are asked for."""
 
     experience: Experience
-    # Samples, what the step has of all ranks, and text
+    # Of each step: the samples, what all ranks have in common, and the text
     steps: Sequence[tuple[Sequence[int], dict[str, Any], tuple[Tensor, ...]]]
 
     def __len__(self) -> int:
@@ -143,8 +143,8 @@ def plan_updates(
 
 
 def update_shares(experience: Experience, plan: Sequence[PlannedStep]) -> Iterator[UpdateShare]:
-    """Yield the share of every rank; few are held at a time. A sample that a rank sees in several
-    epochs is sent once.
+    """Yield the share of every rank; those of one block of samples are held at a time. A sample
+    that a rank sees in several epochs is sent once.
     """
     ranks = range(len(plan[0].members) if plan else 0)
     parts = [sorted({i for step in plan for i in step.members[rank]}) for rank in ranks]
