@@ -29,7 +29,6 @@ GOAL = 1.6
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "HF_HUB_OFFLINE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }

@@ -28,7 +28,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": str(os.cpu_count()),
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "10000",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "HF_HUB_OFFLINE": "1",
     "RAY_ADDRESS": "local",
     "RAY_USAGE_STATS_ENABLED": "0",

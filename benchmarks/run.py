@@ -24,7 +24,6 @@ THREADS = {
     "OMP_NUM_THREADS": str(os.cpu_count()),
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "10000",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "offline",
 }

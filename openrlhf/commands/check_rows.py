@@ -140,7 +140,7 @@ def _loaded(config: GenerationRunConfig) -> ModelScorer:
 
         def forward(experience: Experience, model: RewardModel = model) -> Callable[[], Tensor]:
             with torch.inference_mode():
-                scores: Tensor = model(experience.packed().to(device)).scores
+                scores: Tensor = model(experience.laid_out().packed().to(device)).scores
             return scores.cpu
 
         models[name] = forward

@@ -241,6 +241,10 @@ class Reading(Generic[ConfigT]):
                     found = {o.path: _raw_value(source, words, o) for o, _ in targets}
             except ConfigError as error:
                 self.problems += error.problems
+                # It was named: that it is missing would be a second problem, and false.
+                texts = [o for o, _ in targets if str in o.kinds and not o.secret_env]
+                self.values |= {option.path: words[0] for option in texts if len(words) > 1}
+                self.sources |= {option.path: source for option in texts}
                 continue
             is_secret = any(option.secret_env for option, _ in targets)
             typed = source if is_secret else " ".join([source, *words])

@@ -439,7 +439,7 @@ def _from_json(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{name} is no JSON: {error}") from error
+        raise RowError(f"{name} cannot be read as JSON: {error}") from error
 
 
 def _to_message(item: object, unread: set[str], *, reads_pictures: bool) -> Message:

@@ -165,8 +165,6 @@ def test_all_problems_are_listed_together():
         "--adam_betas takes 2 values: 1. Type them with spaces between.",
         "No model is named. Type --pretrain with a folder with a config.json, or a hub id such as "
         "org/name.",
-        "There is no reward. Type --reward_pretrain with a model, --remote_rm_url with a .py "
-        "file or a URL, or --agent_func_path.",
         "--advantage_estimator rloo needs --gamma 1: 0.5. Type --gamma 1.",
     ]
 

@@ -190,7 +190,7 @@ def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
     assert sum(step.num_samples for step in steps) == 6
     assert sum(step.num_tokens for step in steps) == len(experience.rollout_logprobs)
     for step in steps:
-        ids = step.experience.episode_ids.tolist()
+        ids = experience.episode_ids[step.experience.sample_indices].tolist()
         assert all(ids.count(i) == len(experience.episodes[i]) for i in ids)
 
 
@@ -221,7 +221,7 @@ def test_feedback_has_no_advantage_and_no_kl(tmp_path, tiny_tokenizer):
 
 def test_feedback_is_read_but_has_no_loss(tmp_path, tiny_tokenizer, tiny_model_dir):
     batch = generate(tmp_path, tiny_tokenizer, ["abc"])
-    packed = Experience.from_rollouts(batch.rollouts).packed()
+    packed = Experience.from_rollouts(batch.rollouts).laid_out().packed()
     model = load_causal_lm(tiny_model_dir)
     actor = Actor(model)
     logprobs = actor(packed, temperature=1.0).logprobs

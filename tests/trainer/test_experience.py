@@ -4,7 +4,7 @@ sample once an epoch, on exactly one rank, with global denominators.
 
 import pickle
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
+from openrlhf.trainer.ppo_utils.samples import Samples
 from openrlhf.trainer.ppo_utils.update_plan import (
     num_updates_per_rollout,
     plan_updates,
@@ -67,7 +68,7 @@ def test_every_sample_is_trained_once_an_epoch_on_one_rank(
 def test_a_sample_of_several_epochs_is_sent_to_a_rank_once() -> None:
     shares = planned_shares(numbered(6), 2, train_batch_size=3, max_epochs=4, seed=0)
     for share in shares:
-        ids = share.experience.group_ids.tolist()
+        ids = share.samples.group_ids.tolist()
         assert len(ids) == len(set(ids)) and len(share) == 8
         assert set(ids) == {g for one in share for g in one.experience.group_ids.tolist()}
 
@@ -76,9 +77,10 @@ def test_a_share_is_pickled_as_its_own_samples_alone() -> None:
     whole = numbered(400)
     [first, *_] = planned_shares(whole, 100, train_batch_size=400, max_epochs=1, seed=0)
     sent = pickle.dumps(first)
-    assert len(sent) < len(pickle.dumps(whole)) / 4
+    [everything] = whole.cut([range(len(whole))])
+    assert len(sent) < len(pickle.dumps(everything)) / 4
     [step] = pickle.loads(sent)
-    assert sorted(step.experience.group_ids.tolist()) == first.experience.group_ids.tolist()
+    assert sorted(step.experience.group_ids.tolist()) == first.samples.group_ids.tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -95,19 +97,24 @@ def test_cut_gives_what_select_gives_of_each_part(parts: list[list[int]], block:
         shares = list(whole.cut(parts))
     assert len(shares) == len(parts)
     for share, part in zip(shares, parts, strict=True):
-        own = whole.select(part)
-        assert share.images == own.images
-        for name, column in own._columns.items():
-            assert torch.equal(getattr(share, name), column), name
+        own, arrays = whole.select(part), list[pickle.PickleBuffer]()
+        sent = pickle.dumps(share, protocol=5, buffer_callback=arrays.append)
+        assert len(arrays) == 1  # each is a call of Ray's
+        for seen in (share.samples, pickle.loads(sent, buffers=arrays).samples):
+            assert seen.images == own.images
+            for name in Samples.axes():
+                column, expected = getattr(seen, name), getattr(own, name)
+                assert (column is None) == (expected is None), name
+                assert column is None or torch.equal(column, expected), name
+                assert column is None or column.dtype == expected.dtype, name
 
 
 def test_a_share_has_the_columns_that_its_rank_reads_and_no_others() -> None:
     whole = replace(numbered(9), values=torch.ones(25), advantages=torch.zeros(25))
-    of_critic = whole.with_columns(["values"]).select([4, 2])
-    there = {f.name for f in fields(of_critic) if getattr(of_critic, f.name) is not None}
-    always = {f.name for f in fields(Experience) if f.default is not None}
-    assert there == always | {"values", "token_ids", "action_mask"}
-    assert of_critic.group_ids.tolist() == [4, 2]
+    [of_critic] = whole.with_columns(["values"]).cut([[4, 2]])
+    always = {"seq_lengths", "num_actions", "costs", "group_ids", "sample_indices"}
+    assert {*of_critic.names} == always | {"values", "token_ids", "action_mask"}
+    assert of_critic.samples.group_ids.tolist() == [4, 2]
 
 
 def test_the_time_for_all_shares_does_not_grow_with_the_ranks() -> None:
@@ -134,9 +141,9 @@ def test_images_stay_with_their_samples_and_a_prompt_s_samples_carry_them_once()
     assert whole.with_columns(()).images == whole.images
     assert whole.stand_in().images == ()
     assert Experience.from_rollouts(THREE).images == ()
-    sent = pickle.dumps(whole)
+    sent = pickle.dumps(list(whole.cut([range(6)])))
     assert 200_000 < len(sent) < 210_000
-    assert pickle.loads(sent).images == whole.images
+    assert pickle.loads(sent)[0].images == whole.images
     for share in planned_shares(whole, 2, train_batch_size=3, max_epochs=2, seed=0):
         for step in share:
             numbers = step.experience.group_ids.tolist()

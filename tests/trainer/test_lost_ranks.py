@@ -246,7 +246,7 @@ def test_a_run_that_is_asked_to_stop_while_a_frozen_model_starts_again_saves_the
                     if asks_first:
                         os.kill(os.getpid(), signal.SIGINT)
                     raise lost("ref")
-                return [torch.zeros(int(share.num_actions.sum()))]
+                return [torch.zeros(int(share.samples.num_actions.sum()))]
 
             return wait
 
@@ -623,7 +623,7 @@ def test_a_frozen_model_whose_rank_is_lost_computes_the_batch_once_more(role: st
             def wait() -> list[Any]:
                 if len(started) < 2:
                     raise lost(role)
-                return [share.seq_lengths.float()]
+                return [share.samples.seq_lengths.float()]
 
             return wait
 

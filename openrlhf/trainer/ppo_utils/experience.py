@@ -1,19 +1,14 @@
-"""Experience: a ragged batch of scored samples, columns laid end to end without padding.
+"""Experience: all samples of an RL step, as the controller has them.
 
-Every column has one of three axes: token (T), action (N: sampled tokens only) or sample (B);
-`select` keeps the three in step. Its cost is that of the samples it takes, whatever the batch
-holds: slices of numpy arrays begin and end at offsets that are computed once a batch. `cut` makes
-the shares of many ranks: a column is laid out once for some hundred samples and then split.
-Columns that come with the samples, such as their tokens, stay in pieces in the controller, which
-reads none of them; a share has them laid end to end.
+Columns that come with the samples, such as their tokens, stay in pieces here, for nothing reads
+them; `cut` lays them end to end in the shares of ranks: a column once for some hundred samples,
+which are then split.
 """
 
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, pairwise, starmap
 
 import numpy as np
 import torch
@@ -21,46 +16,24 @@ from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.algorithms.tokens import segment_mean, segment_sum
+from openrlhf.trainer.ppo_utils.samples import SAMPLE, Samples, Share
 from openrlhf.utils.images import ImageProcessor, Picture
-from openrlhf.utils.packing import Batch, PackedBatch
 from openrlhf.utils.rollout import Rollout
 
 BLOCK = 256  # samples
-TOKEN, ACTION, SAMPLE = ({"axis": axis} for axis in ("token", "action", "sample"))
 
 
-@dataclass(frozen=True)
-class Experience(Batch):
-    """B samples, T tokens, N sampled tokens.
+@dataclass(frozen=True, kw_only=True)
+class Experience(Samples):
+    """B samples of an RL step, with what the models of ranks do not read.
 
-    Example: two samples of 2 + 3 and 2 + 1 tokens have `seq_lengths` [5, 3], `num_actions` [3, 1],
-    eight `token_ids` and four `rollout_logprobs`.
+    Example: `Experience.from_rollouts(rollouts)`, then `replace(experience, advantages=...)`
     """
 
-    seq_lengths: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to T
-    num_actions: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to N
-    # (B,) int64: the work in tokens; those of images count twice, for the tower computes them too
-    costs: Tensor = field(metadata=SAMPLE)
-    group_ids: Tensor = field(metadata=SAMPLE)  # (B,) int64
     # (B,) int64: the parts of an agent's episode share it, any other sample is an episode
     episode_ids: Tensor = field(metadata=SAMPLE)
     rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
     is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
-    sample_indices: Tensor = field(metadata=SAMPLE)  # (B,) int64: in the rollout batch
-    # A share has the others that its rank reads. None: not computed, not sent, or in pieces.
-    token_ids: Tensor | None = field(default=None, metadata=TOKEN)  # (T,) int32
-    action_mask: Tensor | None = field(default=None, metadata=TOKEN)  # (T,) bool
-    rollout_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,) float32
-    weight_versions: Tensor | None = field(default=None, metadata=ACTION)  # (N,) int32
-    old_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
-    ref_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
-    values: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
-    advantages: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
-    returns: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
-    # (N,) in the policy's loss, when it first saw a sample; NaN: it did not need to
-    new_logprobs: Tensor | None = field(default=None, metadata=ACTION)
-    # B, or empty where no sample has any: encoded, and shared by the samples of a prompt
-    images: tuple[tuple[Picture, ...], ...] = ()
     # Columns that are not laid end to end yet: B pieces each
     pieces: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
@@ -76,7 +49,7 @@ class Experience(Batch):
             is_image = (r.token_ids == processor.image_token_id for r in rollouts)
             costs_B = lengths_B + torch.tensor([int(each.sum()) for each in is_image])
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
-        names = [r.episode_id or f"sample {index}" for index, r in enumerate(rollouts)]
+        names = [r.episode_id or index for index, r in enumerate(rollouts)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         assert torch.isfinite(rewards).all(), "an unscored or non-finite sample reached training"
         return cls(
@@ -97,25 +70,6 @@ class Experience(Batch):
             },
         )
 
-    def __len__(self) -> int:
-        return len(self.seq_lengths)
-
-    @property
-    def _columns(self) -> dict[str, Tensor]:
-        """Return every column there is."""
-        columns = {name: getattr(self, name) for name in AXES}
-        return {name: column for name, column in columns.items() if column is not None}
-
-    @cached_property
-    def _arrays(self) -> dict[str, np.ndarray]:
-        """Return every column there is as numpy sees it, without a copy."""
-        return {name: column.numpy() for name, column in self._columns.items()}
-
-    @cached_property
-    def _offsets(self) -> dict[str, list[int]]:
-        """Return the offsets of samples along the ragged axes, B + 1 numbers each."""
-        return {"token": offsets_of(self.seq_lengths), "action": offsets_of(self.num_actions)}
-
     def with_columns(self, columns: Collection[str]) -> "Experience":
         """Return the samples with these columns and those that every share has, without others."""
         kept = {"token_ids", "action_mask", *columns}
@@ -128,43 +82,39 @@ class Experience(Batch):
         return self.select(range(len(self))) if self.pieces else self
 
     def select(self, indices: Sequence[int]) -> "Experience":
-        """Return the samples at `indices`, in that order; may be empty."""
-        where, columns = np.asarray(indices, dtype=np.int64), {}
-        for name, array in self._arrays.items():
-            offsets = self._offsets.get(AXES[name])
-            picked = array[where] if offsets is None else _pieces(array, offsets, indices)
-            columns[name] = torch.from_numpy(picked)
+        """Return the samples at `indices`, in that order, laid end to end; may be empty."""
+        columns = {}
         for name, pieces in self.pieces.items():
             taken = [pieces[index] for index in indices] or [pieces[0][:0]]
             column = torch.cat(taken)
             columns[name] = column.int() if name == "token_ids" else column
-        images = tuple(self.images[index] for index in indices) if self.images else ()
-        return Experience(**columns, images=images)
+        return replace(super().select(indices), **columns)
 
-    def cut(self, parts: Sequence[Sequence[int]]) -> Iterator["Experience"]:
+    def cut(self, parts: Sequence[Sequence[int]]) -> Iterator[Share]:
         """Yield the samples of each part: `BLOCK` samples are laid out at a time, or one part."""
         block: list[Sequence[int]] = []
+        size = 0
         for part in parts:
-            if block and sum(map(len, block)) + len(part) > BLOCK:
+            if block and size + len(part) > BLOCK:
                 yield from self._cut_block(block)
-                block = []
+                block, size = [], 0
             block.append(part)
+            size += len(part)
         yield from self._cut_block(block)
 
-    def _cut_block(self, parts: Sequence[Sequence[int]]) -> Iterator["Experience"]:
+    def _cut_block(self, parts: Sequence[Sequence[int]]) -> Iterator[Share]:
         """Yield the samples of each part as views of columns that are laid out once."""
         whole = self.select([index for part in parts for index in part])
-        counts = [len(part) for part in parts]
-        bounds = list(pairwise(accumulate(counts, initial=0)))
-        sizes = {"sample": counts}
+        ends = list(accumulate(map(len, parts), initial=0))
+        bounds = {"sample": list(starmap(slice, pairwise(ends)))}
         for axis, offsets in whole._offsets.items():
-            sizes[axis] = [offsets[end] - offsets[start] for start, end in bounds]
-        columns = {name: c.split(sizes[AXES[name]]) for name, c in whole._columns.items()}
-        for (start, end), *views in zip(bounds, *columns.values(), strict=True):
-            share = dict(zip(columns, views, strict=True))
-            yield Experience(**share, images=whole.images[start:end])
+            bounds[axis] = [slice(offsets[b.start], offsets[b.stop]) for b in bounds["sample"]]
+        names = tuple(name for name in whole._arrays if name in Samples.axes())
+        views = [map(whole._arrays[n].__getitem__, bounds[self.axes()[n]]) for n in names]
+        for where, arrays in zip(bounds["sample"], zip(*views, strict=True), strict=True):
+            yield Share(names, arrays, whole.images[where])
 
-    def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list["Experience"]]:
+    def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list[Share]]:
         """Cut the samples into shares balanced by tokens, without columns that models computed;
         return the indices of each share, and the shares. They are kept, for all models with as many
         shares.
@@ -176,14 +126,9 @@ class Experience(Batch):
         return self._forward_shares[num_shares]
 
     @cached_property
-    def _forward_shares(self) -> dict[int, tuple[list[list[int]], list["Experience"]]]:
+    def _forward_shares(self) -> dict[int, tuple[list[list[int]], list[Share]]]:
         """Return the shares that `forward_shares` has cut, by their number."""
         return {}
-
-    def __reduce__(self) -> tuple[Callable[..., "Experience"], tuple[Any, ...]]:
-        """Pickle as numpy arrays, whose memory Ray takes and gives without a copy."""
-        whole = self.laid_out()
-        return _from_arrays, (whole._arrays, whole.images)
 
     @cached_property
     def episode_of(self) -> tuple[Tensor, Tensor]:
@@ -235,70 +180,3 @@ class Experience(Batch):
         ):
             row["advantage"] = mean
         return rows
-
-    def stand_in(self) -> "Experience":
-        """Return a sample of two tokens with the same columns, where a rank has nothing to do."""
-        sizes = {"token": 2, "action": 1, "sample": 1}
-        columns = {name: c.new_zeros(sizes[AXES[name]]) for name, c in self._columns.items()}
-        return Experience(
-            **columns
-            | {
-                "seq_lengths": torch.tensor([2]),
-                "num_actions": torch.tensor([1]),
-                "action_mask": torch.tensor([False, True]),
-            }
-        )
-
-    def packed(self, processor: ImageProcessor | None = None) -> PackedBatch:
-        """Return one packed row whose targets are the sampled tokens, with the pixels of images."""
-        whole = self.laid_out()
-        assert whole.token_ids is not None and whole.action_mask is not None
-        lengths = tuple(self.seq_lengths.tolist())
-        row = PackedBatch(whole.token_ids.long(), lengths, whole.action_mask)
-        return row.with_pictures(self.images, processor)
-
-
-AXES = {column.name: column.metadata["axis"] for column in fields(Experience) if column.metadata}
-
-
-def offsets_of(sizes: Tensor) -> list[int]:
-    """Return the offsets of pieces of these sizes laid end to end, and the end of the last."""
-    return list(accumulate(sizes.tolist(), initial=0))
-
-
-def _pieces(array: np.ndarray, offsets: Sequence[int], indices: Sequence[int]) -> np.ndarray:
-    """Return the pieces at `indices` of a flat array, end to end, in memory of their own. By numpy,
-    whose slices are nothing that Python's collector looks at.
-    """
-    parts = [array[offsets[index] : offsets[index + 1]] for index in indices]
-    return np.concatenate(parts) if parts else array[:0].copy()
-
-
-def _from_arrays(
-    arrays: Mapping[str, np.ndarray], images: tuple[tuple[Picture, ...], ...]
-) -> Experience:
-    """Return experience over arrays that may be read-only: nothing writes into a column."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return Experience(**columns, images=images)
-
-
-def scatter_back(
-    parts: Sequence[Tensor], indices: Sequence[Sequence[int]], sizes: Tensor
-) -> Tensor:
-    """Undo a partition: per-part flat columns back into sample order.
-
-    `parts[k]` holds the entries of samples `indices[k]` end to end: `sizes` (B,) of them each, or
-    one a sample.
-    """
-    if all(len(part) == len(members) for part, members in zip(parts, indices, strict=True)):
-        sizes = torch.ones_like(sizes)
-    lengths, pieces = sizes.tolist(), [np.empty(0)] * len(sizes)
-    for part, members in zip(parts, indices, strict=True):
-        array, end = part.numpy(), 0
-        for index in members:
-            start, end = end, end + lengths[index]
-            pieces[index] = array[start:end]
-        assert end == len(array), "a part has an entry for each of its samples"
-    return torch.from_numpy(np.concatenate(pieces))

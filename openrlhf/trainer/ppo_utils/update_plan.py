@@ -12,6 +12,7 @@ PPO-ptx of InstructGPT (arXiv 2203.02155, section 3.5).
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches
 from openrlhf.datasets.sampler import epoch_order
-from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.samples import Samples, Share, scatter_back
 from openrlhf.utils.metrics import Metrics
 
 if TYPE_CHECKING:  # it imports datasets and pandas, which workers do not need
@@ -33,7 +35,7 @@ class UpdateStep:
     Example: samples 0 and 3 of 8, with `num_tokens` 812 and `num_samples` 8 of all ranks.
     """
 
-    experience: Experience
+    experience: Samples
     num_tokens: int  # sampled tokens of the whole optimizer step, all ranks
     num_samples: int  # samples of the whole optimizer step, all ranks
     num_steps: int = 1  # optimizer steps of this rollout batch
@@ -65,16 +67,21 @@ OF_ALL_RANKS = ("num_tokens", "num_samples", "num_steps", "kl_coef", "num_text_t
 class UpdateShare(Sequence[UpdateStep]):
     """The optimizer steps of one rank, cut out of its samples when they are asked for."""
 
-    experience: Experience
+    share: Share
     # Of each step: the samples, what all ranks have in common, and the text
     steps: Sequence[tuple[Sequence[int], dict[str, Any], tuple[Tensor, ...]]]
 
     def __len__(self) -> int:
         return len(self.steps)
 
+    @cached_property
+    def samples(self) -> Samples:
+        """Return the samples of all steps."""
+        return self.share.samples
+
     def __getitem__(self, index: int) -> UpdateStep:  # type: ignore[override]
-        samples, same, texts = self.steps[index]
-        return UpdateStep(self.experience.select(samples), texts=texts, **same)
+        indices, same, texts = self.steps[index]
+        return UpdateStep(self.samples.select(indices), texts=texts, **same)
 
 
 @dataclass(frozen=True)
@@ -146,14 +153,14 @@ def update_shares(experience: Experience, plan: Sequence[PlannedStep]) -> Iterat
     """Yield the share of every rank; those of one block of samples are held at a time. A sample
     that a rank sees in several epochs is sent once.
     """
-    ranks = range(len(plan[0].members) if plan else 0)
-    parts = [sorted({i for step in plan for i in step.members[rank]}) for rank in ranks]
+    members = list(zip(*(step.members for step in plan), strict=True))  # [rank][step]
+    texts = zip(*(step.texts or [()] * len(members) for step in plan), strict=True)
     same = [{name: vars(step)[name] for name in OF_ALL_RANKS} for step in plan]
-    for rank, samples in zip(ranks, experience.cut(parts), strict=True):
-        position = {index: k for k, index in enumerate(parts[rank])}
-        own = ([position[index] for index in step.members[rank]] for step in plan)
-        texts = (step.texts[rank] if step.texts else () for step in plan)
-        yield UpdateShare(samples, list(zip(own, same, texts, strict=True)))
+    parts = [sorted(set().union(*own)) for own in members]
+    for share, part, *own in zip(experience.cut(parts), parts, members, texts, strict=True):
+        position = {index: k for k, index in enumerate(part)}
+        steps = zip(*own, same, strict=True)
+        yield UpdateShare(share, [([position[i] for i in one], s, t) for one, t, s in steps])
 
 
 def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs: int) -> int:

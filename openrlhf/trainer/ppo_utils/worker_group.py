@@ -10,7 +10,8 @@ from torch import Tensor
 
 from openrlhf.errors import LostRankError, OpenRLHFError
 from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES
-from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.samples import scatter_back
 from openrlhf.utils import stopping
 from openrlhf.utils.threads import release_cores
 

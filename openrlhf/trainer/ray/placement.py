@@ -49,8 +49,6 @@ FORWARDED_PREFIXES = (
     "RAY_EXPERIMENTAL_NOSET_",
 )
 FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "LD_LIBRARY_PATH")
-# Weights are packed into new memory at every sync: in small pages that takes twice as long.
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def view_cluster() -> ClusterView:
@@ -183,7 +181,6 @@ def worker_environment(num_threads: int) -> dict[str, str]:
         if name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES
     }
     environment |= waiting_of_threads()
-    environment |= {name: os.environ.get(name, value) for name, value in HUGE_PAGES.items()}
     environment["OMP_NUM_THREADS"] = str(num_threads)
     # An actor that leads workers on GPUs asks for none itself, and must see them all the same.
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

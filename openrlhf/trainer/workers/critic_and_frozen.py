@@ -15,7 +15,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import CriticModel, RewardModel
-from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.samples import Samples
 from openrlhf.trainer.ppo_utils.update_plan import UpdateStep
 from openrlhf.trainer.workers.model_worker import ModelWorker, TrainedWorker
 from openrlhf.utils.metrics import Metrics
@@ -37,12 +37,12 @@ class CriticModelActor(TrainedWorker):
         critic = CriticModel(add_lora(model, config.ds.lora))
         return self.prepare(critic, config.critic, num_updates)
 
-    def compute_values(self, experience: Experience) -> Tensor:
+    def compute_values(self, experience: Samples) -> Tensor:
         """Return values (N,) before each sampled token of the share."""
         return self.forward_in_micro_batches(experience, self.engine, what="values")
 
     def compute_loss(
-        self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
+        self, batch: PackedBatch, experience: Samples, step: UpdateStep, metrics: Metrics
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the clipped value loss ()."""
         values_N = self.engine(batch)
@@ -72,7 +72,7 @@ class ReferenceModelActor(ModelWorker):
         self.engine = self.strategy.prepare_eval(Actor(model), offload=config.ref.offload)
         return num_parameters
 
-    def compute_logprobs(self, experience: Experience) -> Tensor:
+    def compute_logprobs(self, experience: Samples) -> Tensor:
         """Return log-probs (N,) of the share's sampled tokens, at the sampling temperature."""
         temperature = self.config.rollout.temperature
         return self.forward_in_micro_batches(
@@ -116,7 +116,7 @@ class RewardModelActor(ModelWorker):
         self.engine = self.strategy.prepare_eval(model, offload=config.reward.offload)
         return num_parameters
 
-    def compute_rewards(self, experience: Experience) -> Tensor:
+    def compute_rewards(self, experience: Samples) -> Tensor:
         """Return rewards (B,) of the share's samples, read at their last token."""
         return self.forward_in_micro_batches(
             experience, lambda batch: self.engine(batch).scores, what="rewards"

@@ -35,7 +35,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.loading import policy_processor
 from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
-from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
+from openrlhf.trainer.ppo_utils.samples import Samples, Share, scatter_back
 from openrlhf.trainer.ppo_utils.update_plan import Skip, UpdateResult, UpdateStep
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.gpus import peak_memory_gib
@@ -75,7 +75,8 @@ class ModelWorker:
         """Call a method for the controller, then give cached device memory back: torch keeps freed
         memory for its own process, and other roles and engines on this device need it.
         """
-        result = getattr(self, method)(*args)
+        own = [arg.samples if isinstance(arg, Share) else arg for arg in args]
+        result = getattr(self, method)(*own)
         torch.cuda.empty_cache()
         return result
 
@@ -142,7 +143,7 @@ class ModelWorker:
 
     @torch.no_grad()
     def forward_in_micro_batches(
-        self, experience: Experience, forward: Callable[[PackedBatch], Tensor], *, what: str
+        self, experience: Samples, forward: Callable[[PackedBatch], Tensor], *, what: str
     ) -> Tensor:
         """Run `forward` over a share and lay the results end to end in its order, on the CPU;
         `what` names them on a bar.
@@ -290,7 +291,7 @@ class TrainedWorker(ModelWorker):
         return notes.checked(loss, "pre-training text") if indices else loss * 0.0
 
     def compute_loss(
-        self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
+        self, batch: PackedBatch, experience: Samples, step: UpdateStep, metrics: Metrics
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss () of a packed row, with the denominators of the step, and what it was
         made of, (N,), by name.
@@ -305,7 +306,7 @@ class TrainedWorker(ModelWorker):
         """Act on the weights after an optimizer step."""
 
     def aggregated(
-        self, values_N: Tensor, experience: Experience, step: UpdateStep, mode: str | None = None
+        self, values_N: Tensor, experience: Samples, step: UpdateStep, mode: str | None = None
     ) -> Tensor:
         """Return the part of a micro-batch in the step's mean of per-token values, ()."""
         return aggregate(

@@ -28,7 +28,7 @@ from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.models.vision import freeze_tower
-from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.samples import Samples
 from openrlhf.trainer.ppo_utils.update_plan import (
     UpdateResult,
     UpdateStep,
@@ -92,7 +92,7 @@ class PolicyModelActor(TrainedWorker):
             self.average = WeightAverage(self.actor.model, self.config.train.ema_beta)
         return num_parameters
 
-    def compute_logprobs(self, experience: Experience) -> Tensor:
+    def compute_logprobs(self, experience: Samples) -> Tensor:
         """Return log-probs (N,) of the share's sampled tokens under the current weights."""
         return self.forward_in_micro_batches(
             experience, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
@@ -114,7 +114,7 @@ class PolicyModelActor(TrainedWorker):
             self.average.update()
 
     def compute_loss(
-        self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
+        self, batch: PackedBatch, experience: Samples, step: UpdateStep, metrics: Metrics
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the policy's loss (): clipped objective, KL term, entropy bonus."""
         config = self.config
@@ -157,7 +157,7 @@ class PolicyModelActor(TrainedWorker):
         return self.config.actor.ptx_coef * loss
 
     def _importance_weights(
-        self, old_N: Tensor, experience: Experience, metrics: Metrics
+        self, old_N: Tensor, experience: Samples, metrics: Metrics
     ) -> Tensor | float:
         """Return the weight of every token, 1 without a correction; note how far the engine was
         from the trainer, under --async_train for each staleness too.
@@ -191,7 +191,7 @@ class PolicyModelActor(TrainedWorker):
         self,
         stats: TokenStats,
         old_N: Tensor,
-        experience: Experience,
+        experience: Samples,
         step: UpdateStep,
         metrics: Metrics,
         columns: dict[str, Tensor],
@@ -213,7 +213,7 @@ class PolicyModelActor(TrainedWorker):
             if coef:
                 yield -coef * self._aggregate(stats.entropy, experience, step)
 
-    def _aggregate(self, values_N: Tensor, experience: Experience, step: UpdateStep) -> Tensor:
+    def _aggregate(self, values_N: Tensor, experience: Samples, step: UpdateStep) -> Tensor:
         return self.aggregated(values_N, experience, step, self.own_aggregation)
 
     def _stats(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenStats:
