@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,12 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.commands.train_rl import forwards_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_updates import StepInputs, start_update
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience
-from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
-from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup, start_forward
+from openrlhf.trainer.ppo_utils.update_plan import (
+    UpdateResult,
+    num_updates_per_rollout,
+    seen_column,
+)
+from openrlhf.trainer.ppo_utils.worker_group import Forward, Pending, WorkerGroup
 from openrlhf.utils.memory import collecting_only_new_objects, keep_freed_memory
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
@@ -114,9 +120,9 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
     start = group.clock()
     times = dict.fromkeys(("shares", "results"), 0.0)
 
-    def forward(experience: Experience) -> Callable[[], Tensor]:
+    def timed(begin: Forward, experience: Experience) -> Callable[[], Tensor]:
         with adding(times, "shares", group.clock):
-            pending = start_forward(group, StubGroup.result, experience)
+            pending = begin(experience)
 
         def wait() -> Tensor:
             with adding(times, "results", group.clock):
@@ -124,7 +130,9 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
 
         return wait
 
-    forwards = dict.fromkeys(("old_logprobs", "ref_logprobs"), forward)
+    num_updates = num_updates_per_rollout(num_samples, BATCH_SIZE, max_epochs=1)
+    made_by = forwards_of(config, dict.fromkeys(("actor", "ref"), group), num_updates)
+    forwards = {name: partial(timed, begin) for name, begin in made_by.items()}
     experience, _ = make_experience(config, forwards, rollouts, 0.01)
     made = group.clock()
     facts = StepInputs(1, 0.01, 0, [1])

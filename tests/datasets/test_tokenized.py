@@ -251,7 +251,10 @@ def test_special_tokens_in_tools_are_text(
 
 
 def test_tools_that_are_no_list_are_refused(read: Reader, tokenizer: Tokenizer) -> None:
-    for tools, problem in (("{", "'tools' cannot be read as JSON"), ('{"a": 1}', "is dict, not a list")):
+    for tools, problem in (
+        ("{", "'tools' cannot be read as JSON"),
+        ('{"a": 1}', "is dict, not a list"),
+    ):
         with pytest.raises(DataError, match=problem):
             read(Dataset.from_list([row_with(tools)]), tokenizer, 0)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.algorithms.tokens import segment_mean, segment_sum
 from openrlhf.trainer.ppo_utils.samples import SAMPLE, Samples, Share
-from openrlhf.utils.images import ImageProcessor, Picture
+from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.rollout import Rollout
 
 BLOCK = 256  # samples
@@ -105,14 +105,14 @@ class Experience(Samples):
     def _cut_block(self, parts: Sequence[Sequence[int]]) -> Iterator[Share]:
         """Yield the samples of each part as views of columns that are laid out once."""
         whole = self.select([index for part in parts for index in part])
-        ends = list(accumulate(map(len, parts), initial=0))
-        bounds = {"sample": list(starmap(slice, pairwise(ends)))}
+        bounds = list(pairwise(accumulate(map(len, parts), initial=0)))
+        where = {"sample": list(starmap(slice, bounds))}
         for axis, offsets in whole._offsets.items():
-            bounds[axis] = [slice(offsets[b.start], offsets[b.stop]) for b in bounds["sample"]]
+            where[axis] = [slice(offsets[start], offsets[end]) for start, end in bounds]
         names = tuple(name for name in whole._arrays if name in Samples.axes())
-        views = [map(whole._arrays[n].__getitem__, bounds[self.axes()[n]]) for n in names]
-        for where, arrays in zip(bounds["sample"], zip(*views, strict=True), strict=True):
-            yield Share(names, arrays, whole.images[where])
+        views = [map(whole._arrays[n].__getitem__, where[self.axes()[n]]) for n in names]
+        for own, arrays in zip(where["sample"], zip(*views, strict=True), strict=True):
+            yield Share(names, arrays, whole.images[own])
 
     def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list[Share]]:
         """Cut the samples into shares balanced by tokens, without columns that models computed;
