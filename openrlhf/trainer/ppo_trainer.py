@@ -457,7 +457,6 @@ class PPOTrainer:
         with ExitStack() as awake:
             for role, count in num_done.items():
                 is_actor = role == "actor"
-                columns = ["new_logprobs"] if is_actor else []
                 dump.begun.append(role)
                 awake.enter_context(self.phases.update(self.groups[role]))
                 calls[role] = start_update(
@@ -467,7 +466,7 @@ class PPOTrainer:
                     dump.step_inputs,
                     role=role,
                     texts=self.inputs.texts if is_actor else None,
-                    columns=columns if not count else None,
+                    columns=["new_logprobs"] if is_actor else [],
                     num_done=count,
                 )
             return wait_for_all(calls)

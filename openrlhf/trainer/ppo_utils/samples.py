@@ -111,6 +111,8 @@ class Samples(Batch):
 class Share:
     """Samples on their way to a rank, as numpy arrays, which are cut in a fraction of the time that
     tensors take.
+
+    Example: `share["num_actions"]` is [3, 1], `share.samples.num_actions` is tensor([3, 1])
     """
 
     names: tuple[str, ...]  # of the columns

@@ -85,42 +85,49 @@ class EngineRecovery:
             rows = frozenset()  # of one that does not start
             warn(f"{why}; a new one starts in its place: {count}.")
             try:
-                with self._device_lock:
-                    with self._lock:  # `close` kills all that are started
-                        if self._is_closed:
-                            return
-                        engine.restart()
-                    with saying_what_is_awaited(f"{engine.name} to start again: see {engine.log}*"):
-                        engine.ready_again()
-                    has_weights = self._update_weights(engine)
-                    if self._sleeps and not has_weights:
-                        engine.call(VLLMEngine.sleep)
-                while not (has_weights or self._is_closed):
-                    time.sleep(RETRY_S)  # until the trainer is started again
-                    if engine.waits_for is not None:
-                        continue
-                    with self._device_lock:
-                        for part in ("weights", "kv_cache") if self._sleeps else ():
-                            engine.call(VLLMEngine.wake_up, part)
-                        has_weights = self._update_weights(engine)
-                        if self._sleeps and not has_weights:
-                            engine.call(VLLMEngine.sleep)
+                self._start_again(engine)
             except NoRestartError:
                 raise
             except OpenRLHFError as error:  # memory that the dead one still holds, a taken port
                 why = LostEngineError(str(error))
             else:
+                if self._is_closed:
+                    return
                 seconds = time.monotonic() - lost_at
                 notice(f"engine {engine.who} is up again, {seconds:.1f} s after it was lost")
                 return
 
+    def _start_again(self, engine: RayEngine) -> None:
+        """Start an engine and give it weights, which may have to wait until the trainer is started
+        again; return at once if all engines are ended.
+        """
+        with self._device_lock:
+            with self._lock:  # `close` kills all that are started
+                if self._is_closed:
+                    return
+                engine.restart()
+            with saying_what_is_awaited(f"{engine.name} to start again: see {engine.log}*"):
+                engine.ready_again()
+            has_weights = self._update_weights(engine)
+        while not (has_weights or self._is_closed):
+            time.sleep(RETRY_S)
+            if engine.waits_for is None:
+                with self._device_lock:
+                    for part in ("weights", "kv_cache") if self._sleeps else ():
+                        engine.call(VLLMEngine.wake_up, part)
+                    has_weights = self._update_weights(engine)
+
     def _update_weights(self, engine: RayEngine) -> bool:
-        """Return True if the engine has its weights, False if the trainer has lost a rank."""
+        """Return True if the engine has its weights; False if the trainer has lost a rank: then an
+        engine that gives its devices to the trainer sleeps.
+        """
         if self._update is None:  # the run has not begun
             engine.is_lost = False
             return True
         try:
             self._update(engine)  # and have it used
         except LostRankError:
+            if self._sleeps:
+                engine.call(VLLMEngine.sleep)
             return False
         return True

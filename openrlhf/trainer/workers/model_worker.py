@@ -198,13 +198,15 @@ class TrainedWorker(ModelWorker):
         with self.working(f"moving states of the {self.title} to the device"):
             self.engine.reload_states()
 
-    def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] | None = ()) -> UpdateResult:
+    def fit(
+        self, steps: Sequence[UpdateStep], columns: Sequence[str] = (), goes_on: bool = False
+    ) -> UpdateResult:
         """Make optimizer steps of a rollout batch on this rank's shares, until one is skipped;
-        return this rank's metrics and the columns of the loss that are asked for. `columns` None:
-        the last call ended at a skipped step; make the steps after it, and return what came of
+        return this rank's metrics and the columns of the loss that are asked for. It `goes_on`
+        where the last call ended at a skipped step: make those after it, and return what came of
         both calls.
         """
-        if columns is None:
+        if goes_on:
             self.notes.pass_skip()
         else:
             self.notes = UpdateNotes(columns)
