@@ -175,7 +175,9 @@ def test_a_history_that_is_not_read_refuses_no_row(tokenizer):
 
 @pytest.mark.parametrize("history", ["ab", ["ab"], [["a", "b", "c"]]])
 def test_another_history_is_refused_by_its_row(tokenizer, history):
-    with pytest.raises(DataError, match=r"row 1: 'history' (cannot be read as JSON|is no list of pairs)"):
+    with pytest.raises(
+        DataError, match=r"row 1: 'history' (cannot be read as JSON|is no list of pairs)"
+    ):
         sft(tokenizer, {"conversations": SHAREGPT, "history": history})
 
 

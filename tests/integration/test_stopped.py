@@ -80,9 +80,12 @@ def test_a_ray_that_is_dead_or_stopped_is_named_and_not_waited_for(
         [victim] = [child for child in family if child.name() == program]
         victim.send_signal(number)
         _, said = process.communicate(timeout=30 if number == signal.SIGKILL else 60)
-    assert process.returncode == 3 and "Traceback" not in said, said[-3000:]
-    assert re.search(f"^error: {told.format(pid=victim.pid)}", said, re.MULTILINE), said[-3000:]
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert "Traceback" not in said and not psutil.wait_procs(family, timeout=10)[1], said[-3000:]
+    if process.returncode == 1 and program == "raylet":  # Ray was quicker: docs/troubleshooting.md
+        assert f"\nerror: Ray's raylet (pid {victim.pid}) died\n" in said, said[-3000:]
+    else:
+        assert process.returncode == 3, said[-3000:]
+        assert re.search(f"^error: {told.format(pid=victim.pid)}", said, re.MULTILINE), said[-3000:]
 
 
 def test_sigterm_ends_a_run_whose_raylet_is_stopped(given: dict, tmp_path: Path) -> None:
