@@ -63,9 +63,7 @@ class StubGroup(WorkerGroup):
         """Return the seconds of a clock that stands still while results are made."""
         return time.perf_counter() - self.own_s
 
-    def result(
-        self, share: Any, columns: Sequence[str] | None = None, goes_on: bool = False
-    ) -> object:
+    def result(self, share: Any, columns: Sequence[str] | None = None) -> object:
         """Return a column of a forward, or what a rank returns of its updates."""
         if columns is None:
             return self.column[: len(share) * NUM_ACTIONS]

@@ -28,7 +28,11 @@ from openrlhf.trainer.ppo_dumps import SAMPLES_FILE, STEP_FILE
 from openrlhf.trainer.ppo_updates import StepInputs, start_update, trained_roles
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import make_experience, reward_kl
-from openrlhf.trainer.ppo_utils.update_plan import UpdateResult, seen_column
+from openrlhf.trainer.ppo_utils.update_plan import (
+    UpdateResult,
+    num_updates_per_rollout,
+    seen_column,
+)
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.utils.console import notice, warn
@@ -154,7 +158,13 @@ def step_again(
         forwards = {name: partial(_saved, column) for name, column in kept.computed.items()}
     processor, kl_coef = groups["actor"].worker.image_processor, step_inputs.kl_coef
     experience, _ = make_experience(config, forwards, kept.rollouts, kl_coef, processor)
+    train = config.train
+    num_updates = num_updates_per_rollout(
+        len(experience.episodes), train.batch_size, train.max_epochs
+    )
     for role in trained_roles(config, step_inputs.global_step):
+        if (num_done := kept.num_done.get(role, 0)) == num_updates:
+            continue
         columns = [*COLUMNS[role]]
         if role == "actor" and config.algo.kl.use_loss and experience.ref_logprobs is not None:
             columns.append("kl")
@@ -167,7 +177,7 @@ def step_again(
                 role=role,
                 texts=pretraining_texts(config) if role == "actor" else None,
                 columns=columns,
-                num_done=kept.num_done.get(role, 0),
+                num_done=num_done,
             )
             results[role] = wait()
             if (skip := results[role][0].skip) is not None:

@@ -241,10 +241,7 @@ class Reading(Generic[ConfigT]):
                     found = {o.path: _raw_value(source, words, o) for o, _ in targets}
             except ConfigError as error:
                 self.problems += error.problems
-                # It was named: that it is missing would be a second problem, and false.
-                texts = [o for o, _ in targets if str in o.kinds and not o.secret_env]
-                self.values |= {option.path: words[0] for option in texts if len(words) > 1}
-                self.sources |= {option.path: source for option in texts}
+                self._note_refused(source, words, [option for option, _ in targets])
                 continue
             is_secret = any(option.secret_env for option, _ in targets)
             typed = source if is_secret else " ".join([source, *words])
@@ -255,6 +252,15 @@ class Reading(Generic[ConfigT]):
                 self.problems.append(f"{both}. Leave one of them out.")
             self.values |= found
             self.sources |= dict.fromkeys(found, source)
+
+    def _note_refused(self, source: str, words: Sequence[str], options: Iterable[Option]) -> None:
+        """Take several words where one is taken as one text: to say that nothing is named would be
+        a second problem, and false.
+        """
+        for option in options if len(words) > 1 else ():
+            if str in option.kinds and not option.secret_env:
+                self.values[option.path] = " ".join(words)
+                self.sources[option.path] = source
 
     def _note_unknown(self, name: str, source: str) -> None:
         """Note a name that sets nothing, with the known name that ends in it or is most like it."""

@@ -457,6 +457,7 @@ class PPOTrainer:
         with ExitStack() as awake:
             for role, count in num_done.items():
                 is_actor = role == "actor"
+                columns = ["new_logprobs"] if is_actor else []
                 dump.begun.append(role)
                 awake.enter_context(self.phases.update(self.groups[role]))
                 calls[role] = start_update(
@@ -466,7 +467,7 @@ class PPOTrainer:
                     dump.step_inputs,
                     role=role,
                     texts=self.inputs.texts if is_actor else None,
-                    columns=["new_logprobs"] if is_actor else [],
+                    columns=columns if not count else None,
                     num_done=count,
                 )
             return wait_for_all(calls)

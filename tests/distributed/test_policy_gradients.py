@@ -228,7 +228,7 @@ def spoiled(worker: ModelWorker) -> str:
         step = replace(step, experience=replace(experience, advantages=huge, returns=huge))
     skip = worker.fit([step, good]).skip
     assert (skip.done, skip.left, worker.weight_version) == (0, 1, version)
-    whole = worker.fit([good], (), True)
+    whole = worker.fit([good], None)
     assert whole.skip is None and worker.updates_done() == 2
     assert worker.weight_version == version + isinstance(worker, PolicyModelActor)
     values = whole.metrics.values()

@@ -127,6 +127,12 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_kept_for_a_replay
     said = capsys.readouterr().out
     assert f"the run failed: {problem}\nthe replay: {problem}\n" in said
     assert "3e+38" in said
+    told = kept / "step.json"
+    for num_done in (1, 2):  # of its two updates: one is left, or none
+        told.write_text(
+            json.dumps(json.loads(told.read_text()) | {"num_done": {"actor": num_done}})
+        )
+        assert exit_code(replay.main, [str(tmp_path / "run"), "--step", str(step)]) == 0
 
 
 def test_the_kl_coefficient_follows_the_measured_kl(ppo: Path) -> None:

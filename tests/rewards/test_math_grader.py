@@ -2,6 +2,8 @@
 
 import re
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,14 +114,24 @@ def test_nothing_raises_or_takes_long(
     assert signal.getsignal(signal.SIGALRM) == handler
 
 
-def test_a_clock_that_rings_again_at_once_is_heard_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring, handler = signal.setitimer, signal.getsignal(signal.SIGALRM)
-    monkeypatch.setattr(math_grader, "LIMIT_S", 0.001)
-    monkeypatch.setattr(
-        signal, "setitimer", lambda kind, first_s, then_s=0.0: ring(kind, first_s, then_s / 1000)
-    )
-    assert not any(math_equal(r"\boxed{9^{9^{9}}}", "9^{9^{9}}+1") for _ in range(300))
-    assert signal.getsignal(signal.SIGALRM) == handler
+RINGING = r"""
+import signal
+from openrlhf.rewards import math_grader
+
+ring, handler = signal.setitimer, signal.getsignal(signal.SIGALRM)
+math_grader.LIMIT_S = 0.001
+signal.setitimer = lambda kind, first_s, then_s=0.0: ring(kind, first_s, then_s / 1000)
+pair = r"\boxed{9^{9^{9}}}", "9^{9^{9}}+1"
+assert not any(math_grader.math_equal(*pair) for _ in range(300))
+assert signal.getsignal(signal.SIGALRM) == handler
+print("heard")
+"""
+
+
+def test_a_clock_that_rings_again_at_once_is_heard_once() -> None:
+    """In a process without other threads, in which an alarm could arrive later."""
+    done = subprocess.run([sys.executable, "-c", RINGING], capture_output=True, text=True)
+    assert done.stdout == "heard\n", done.stderr
 
 
 def in_thread(*pair: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.algorithms.tokens import segment_mean, segment_sum
-from openrlhf.trainer.ppo_utils.samples import SAMPLE, Samples, Share
+from openrlhf.trainer.ppo_utils.samples import SAMPLE, Samples, SampleShare
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.rollout import Rollout
 
@@ -90,7 +90,7 @@ class Experience(Samples):
             columns[name] = column.int() if name == "token_ids" else column
         return replace(super().select(indices), **columns)
 
-    def cut(self, parts: Sequence[Sequence[int]]) -> Iterator[Share]:
+    def cut(self, parts: Sequence[Sequence[int]]) -> Iterator[SampleShare]:
         """Yield the samples of each part: `BLOCK` samples are laid out at a time, or one part."""
         block: list[Sequence[int]] = []
         size = 0
@@ -102,7 +102,7 @@ class Experience(Samples):
             size += len(part)
         yield from self._cut_block(block)
 
-    def _cut_block(self, parts: Sequence[Sequence[int]]) -> Iterator[Share]:
+    def _cut_block(self, parts: Sequence[Sequence[int]]) -> Iterator[SampleShare]:
         """Yield the samples of each part as views of columns that are laid out once."""
         whole = self.select([index for part in parts for index in part])
         bounds = list(pairwise(accumulate(map(len, parts), initial=0)))
@@ -112,9 +112,9 @@ class Experience(Samples):
         names = tuple(name for name in whole._arrays if name in Samples.axes())
         views = [map(whole._arrays[n].__getitem__, where[self.axes()[n]]) for n in names]
         for own, arrays in zip(where["sample"], zip(*views, strict=True), strict=True):
-            yield Share(names, arrays, whole.images[own])
+            yield SampleShare(names, arrays, whole.images[own])
 
-    def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list[Share]]:
+    def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list[SampleShare]]:
         """Cut the samples into shares balanced by tokens, without columns that models computed;
         return the indices of each share, and the shares. They are kept, for all models with as many
         shares.
@@ -126,7 +126,7 @@ class Experience(Samples):
         return self._forward_shares[num_shares]
 
     @cached_property
-    def _forward_shares(self) -> dict[int, tuple[list[list[int]], list[Share]]]:
+    def _forward_shares(self) -> dict[int, tuple[list[list[int]], list[SampleShare]]]:
         """Return the shares that `forward_shares` has cut, by their number."""
         return {}
 

@@ -108,7 +108,7 @@ class Samples(Batch):
 
 
 @dataclass(frozen=True)
-class Share:
+class SampleShare:
     """Samples on their way to a rank, as numpy arrays, which are cut in a fraction of the time that
     tensors take.
 
@@ -133,7 +133,7 @@ class Share:
             columns = zip(self.names, map(torch.from_numpy, self.arrays), strict=True)
             return Samples(**dict(columns), images=self.images)
 
-    def __reduce__(self) -> tuple[Callable[..., "Share"], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., "SampleShare"], tuple[Any, ...]]:
         """Pickle as one array, whose memory Ray takes and gives without a copy: each costs it as
         much as all the rest. Wide numbers come first, so that all of them are aligned.
         """
@@ -149,11 +149,11 @@ def _unpacked(
     layout: Sequence[tuple[str, int]],
     whole: np.ndarray,
     images: tuple[tuple[Picture, ...], ...],
-) -> Share:
+) -> SampleShare:
     ends = accumulate((size for _, size in layout), initial=0)
     pieces = zip(pairwise(ends), layout, strict=True)
     arrays = tuple(whole[start:end].view(dtype) for (start, end), (dtype, _) in pieces)
-    return Share(names, arrays, images)
+    return SampleShare(names, arrays, images)
 
 
 def offsets_of(sizes: Tensor) -> list[int]:

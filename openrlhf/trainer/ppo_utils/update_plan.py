@@ -21,7 +21,7 @@ from torch import Tensor
 from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches
 from openrlhf.datasets.sampler import epoch_order
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.samples import Samples, Share, scatter_back
+from openrlhf.trainer.ppo_utils.samples import Samples, SampleShare, scatter_back
 from openrlhf.utils.metrics import Metrics
 
 if TYPE_CHECKING:  # it imports datasets and pandas, which workers do not need
@@ -67,7 +67,7 @@ OF_ALL_RANKS = ("num_tokens", "num_samples", "num_steps", "kl_coef", "num_text_t
 class UpdateShare(Sequence[UpdateStep]):
     """The optimizer steps of one rank, cut out of its samples when they are asked for."""
 
-    share: Share
+    share: SampleShare
     # Of each step: the samples, what all ranks have in common, and the text
     steps: Sequence[tuple[Sequence[int], dict[str, Any], tuple[Tensor, ...]]]
 
@@ -156,11 +156,12 @@ def update_shares(experience: Experience, plan: Sequence[PlannedStep]) -> Iterat
     members = list(zip(*(step.members for step in plan), strict=True))  # [rank][step]
     texts = zip(*(step.texts or [()] * len(members) for step in plan), strict=True)
     same = [{name: vars(step)[name] for name in OF_ALL_RANKS} for step in plan]
-    parts = [sorted(set().union(*own)) for own in members]
-    for share, part, *own in zip(experience.cut(parts), parts, members, texts, strict=True):
+    parts = [sorted(set().union(*own_members)) for own_members in members]
+    shares = zip(experience.cut(parts), parts, members, texts, strict=True)
+    for share, part, own_members, own_texts in shares:
         position = {index: k for k, index in enumerate(part)}
-        steps = zip(*own, same, strict=True)
-        yield UpdateShare(share, [([position[i] for i in one], s, t) for one, t, s in steps])
+        own = [[position[index] for index in one] for one in own_members]
+        yield UpdateShare(share, list(zip(own, same, own_texts, strict=True)))
 
 
 def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs: int) -> int:

@@ -389,7 +389,8 @@ class RayActorGroup(WorkerGroup):
     def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:
         objects = []
         for _, share in zip(range(self.num_shares), shares, strict=True):
-            parts = [ray.put(part) for part in share]  # once for all ranks of the share
+            # The first is large, as samples are: it is put once for all ranks of the share.
+            parts = [*map(ray.put, share[:1]), *share[1:]]
             objects += [parts] * self.ranks_per_share
         references = self._submit(method.__name__, objects)
         return lambda: self._wait(references)[:: self.ranks_per_share]

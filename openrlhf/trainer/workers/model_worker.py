@@ -35,7 +35,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.loading import policy_processor
 from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
-from openrlhf.trainer.ppo_utils.samples import Samples, Share, scatter_back
+from openrlhf.trainer.ppo_utils.samples import Samples, SampleShare, scatter_back
 from openrlhf.trainer.ppo_utils.update_plan import Skip, UpdateResult, UpdateStep
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.gpus import peak_memory_gib
@@ -72,11 +72,12 @@ class ModelWorker:
         self.rank, self.num_ranks = rank, num_ranks
 
     def run(self, method: str, *args: object) -> Any:
-        """Call a method for the controller, then give cached device memory back: torch keeps freed
-        memory for its own process, and other roles and engines on this device need it.
+        """Call a method for the controller, with the samples of a share in its place; then give
+        cached device memory back: torch keeps freed memory for its own process, and other roles and
+        engines on this device need it.
         """
-        own = [arg.samples if isinstance(arg, Share) else arg for arg in args]
-        result = getattr(self, method)(*own)
+        opened = [arg.samples if isinstance(arg, SampleShare) else arg for arg in args]
+        result = getattr(self, method)(*opened)
         torch.cuda.empty_cache()
         return result
 
@@ -198,15 +199,13 @@ class TrainedWorker(ModelWorker):
         with self.working(f"moving states of the {self.title} to the device"):
             self.engine.reload_states()
 
-    def fit(
-        self, steps: Sequence[UpdateStep], columns: Sequence[str] = (), goes_on: bool = False
-    ) -> UpdateResult:
+    def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] | None = ()) -> UpdateResult:
         """Make optimizer steps of a rollout batch on this rank's shares, until one is skipped;
-        return this rank's metrics and the columns of the loss that are asked for. It `goes_on`
-        where the last call ended at a skipped step: make those after it, and return what came of
+        return this rank's metrics and the columns of the loss that are asked for. `columns` None:
+        the last call ended at a skipped step; make the steps after it, and return what came of
         both calls.
         """
-        if goes_on:
+        if columns is None:
             self.notes.pass_skip()
         else:
             self.notes = UpdateNotes(columns)

@@ -98,15 +98,13 @@ class PolicyModelActor(TrainedWorker):
             experience, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
         )
 
-    def fit(
-        self, steps: Sequence[UpdateStep], columns: Sequence[str] = (), goes_on: bool = False
-    ) -> UpdateResult:
+    def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] | None = ()) -> UpdateResult:
         actor = self.config.actor
         has_kl_loss = self.config.algo.kl.use_loss and any(step.kl_coef > 0 for step in steps)
         # With the coefficient 0 the entropy is a metric, and one of all samples.
         if not (has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0):
             steps = [without_zero_advantages(step) for step in steps]
-        result = super().fit(steps, columns, goes_on)
+        result = super().fit(steps, columns)
         if result.skip is None or not result.skip.left:
             self.weight_version += 1
         return result
