@@ -254,8 +254,8 @@ class Reading(Generic[ConfigT]):
             self.sources |= dict.fromkeys(found, source)
 
     def _note_refused(self, source: str, words: Sequence[str], options: Iterable[Option]) -> None:
-        """Take several words where one is taken as one text: to say that nothing is named would be
-        a second problem, and false.
+        """Join the words after a flag that takes one: it is refused already, and must not be said
+        to be missing, too.
         """
         for option in options if len(words) > 1 else ():
             if str in option.kinds and not option.secret_env:

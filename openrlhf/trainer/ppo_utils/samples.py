@@ -134,8 +134,8 @@ class SampleShare:
             return Samples(**dict(columns), images=self.images)
 
     def __reduce__(self) -> tuple[Callable[..., "SampleShare"], tuple[Any, ...]]:
-        """Pickle as one array, whose memory Ray takes and gives without a copy: each costs it as
-        much as all the rest. Wide numbers come first, so that all of them are aligned.
+        """Pickle as one array, since each array costs Ray microseconds; it takes and gives the
+        memory without a copy. Wide numbers come first, so that all of them are aligned.
         """
         order = sorted(range(len(self.names)), key=lambda k: -self.arrays[k].itemsize)
         names, arrays = tuple(self.names[k] for k in order), [self.arrays[k] for k in order]
