@@ -41,7 +41,7 @@ class RealShapes(Bench):
         ratio = limit["seconds"] / update["seconds"]
         detail = f"{limit['seconds']:.1f} of {update['seconds']:.1f} s, "
         detail += f"{limit['gflops']:.0f} GFLOP/s"
-        goal = UPDATE_GOAL.get(dtype, 0)
+        goal = UPDATE_GOAL.get(dtype)
         self.say(f"update: limit / ours, {what}", ratio, goal, detail, at_most=False)
         parts = [self.of(name, **fields)["seconds"] for name in ("generate_plain", "memory_copy")]
         parts.append(update["bare"])

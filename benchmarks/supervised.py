@@ -14,10 +14,12 @@ from itertools import pairwise
 
 import torch
 
+from benchmarks.limits import MicroBatch, limit_s
 from benchmarks.workload import Workload, digits
 
 MEAN_LOG, STD_LOG = 4.4, 0.75  # lengths: log-normal, cut to 16..512 tokens, mean about 104
 PROMPT_TOKENS = 8
+MAX_TOKENS = 2048  # of a micro-batch of ours
 Measurement = dict[str, float]
 
 
@@ -75,7 +77,7 @@ def ours(kind: str, work: Workload) -> Measurement:
     argv = (
         f"--pretrain {work.model} --dataset {data} --max_len 1024 --max_epochs 1 "
         f"--train_batch_size {work.num_rows} --micro_train_batch_size {work.num_rows} "
-        f"--use_dynamic_batch --train_max_tokens_per_gpu 2048 --learning_rate 1e-6 "
+        f"--use_dynamic_batch --train_max_tokens_per_gpu {MAX_TOKENS} --learning_rate 1e-6 "
         f"--zero_stage 0 --param_dtype {work.dtype} --save_path {folder / kind} "
         f"{keys.get(kind, '--prompt_key prompt')}"
     ).split()
@@ -152,11 +154,45 @@ def trl_side(kind: str, work: Workload) -> Measurement:
     return {"seconds": statistics.median(times), "tokens": tokens_a_step(rows, work.num_rows)}
 
 
+def limit(kind: str, work: Workload) -> Measurement:
+    """The matrix products and attention of a step by themselves, the mean of the steps; DPO has a
+    forward of the reference, and a reward model no LM head.
+    """
+    num_steps = num_steps_of(work)
+    lengths_of_all = lengths(work.num_rows * num_steps, 1)
+    if kind != "sft":
+        lengths_of_all += lengths(work.num_rows * num_steps, 2)
+    batches = [
+        MicroBatch(
+            of_batch,
+            head_rows=0 if kind == "rm" else sum(of_batch) - PROMPT_TOKENS * len(of_batch),
+            backward=backward,
+        )
+        for of_batch in packed(lengths_of_all)
+        for backward in ((True, False) if kind == "dpo" else (True,))
+    ]
+    took, gflops = limit_s(work.model, batches, work.torch_dtype)
+    return {"seconds": took / num_steps, "gflops": gflops}
+
+
+def packed(lengths_of_all: list[int]) -> list[list[int]]:
+    """Return micro-batches of up to MAX_TOKENS, in order."""
+    batches: list[list[int]] = [[]]
+    for length in lengths_of_all:
+        if sum(batches[-1]) + length > MAX_TOKENS:
+            batches.append([])
+        batches[-1].append(length)
+    return batches
+
+
+SIDES = {"ours": ours, "trl": trl_side, "limit": limit}
+
+
 def main() -> None:
-    """Measure what the command line names: `ours_sft`, `trl_dpo` and so on."""
+    """Measure what the command line names: `ours_sft`, `trl_dpo`, `limit_rm` and so on."""
     name, folder, *words = sys.argv[1:]
     side, _, kind = name.partition("_")
-    found = (ours if side == "ours" else trl_side)(kind, Workload.parsed(folder, words))
+    found = SIDES[side](kind, Workload.parsed(folder, words))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print("RESULT " + json.dumps(found | {"peak_gib": peak}))
 

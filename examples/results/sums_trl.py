@@ -1,12 +1,14 @@
 """The run of sums.sh with TRL's GRPOTrainer: same model, data, reward, samples, rate and dtype.
 
-    python examples/results/sums_trl.py OUT STEPS SEED [MICRO_BATCH]
+    python examples/results/sums_trl.py OUT STEPS SEED [MICRO_BATCH [EVERY]]
 
-Prints a line a step: its number, the mean reward, the seconds since training began. The model is
-saved to OUT/trl.
+Prints a line a step: its number, the mean reward, the seconds of training and the most memory that
+the process held, in GiB. The model is saved to OUT/trl/step-STEPS, and every EVERY steps before;
+the clock stands still meanwhile.
 """
 
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -30,24 +32,39 @@ def reward(
 
 
 class Clock(TrainerCallback):
-    """Prints the reward of each step and the time."""
+    """Prints a value of each step and the time, and may save the model."""
+
+    def __init__(self, value: str, folder: Path | None = None, every: int = 1) -> None:
+        """Save to `folder`, if there is one, every `every` steps and at the end."""
+        self.value, self.folder, self.every = value, folder, every
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         """Start the clock."""
         self.began = time.perf_counter()
 
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **more: Any) -> None:
+        """Save the model, on time that does not count."""
+        is_due = state.global_step % self.every == 0 or state.global_step == state.max_steps
+        if self.folder and is_due:
+            stopped = time.perf_counter()
+            folder = self.folder / f"step-{state.global_step}"
+            model.save_pretrained(folder)
+            more["processing_class"].save_pretrained(folder)
+            self.began += time.perf_counter() - stopped
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict, **_: object) -> None:
         """Print a step."""
-        if "reward" in logs:
-            record = {"step": state.global_step, "reward": logs["reward"]}
+        if self.value in logs:
+            record = {"step": state.global_step, self.value: float(logs[self.value])}
             record["elapsed_s"] = round(time.perf_counter() - self.began, 1)
-            print(json.dumps(record), flush=True)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # from KiB
+            print(json.dumps(record | {"peak_gib": round(peak, 2)}), flush=True)
 
 
 def main() -> None:
     """Train and save."""
     out, num_steps, seed, *more = sys.argv[1:]
-    micro_batch = int(more[0]) if more else 32
+    micro_batch, every = (*map(int, more), *(32, int(num_steps))[len(more) :])
     rows = [json.loads(line) for line in Path(out, "prompts.jsonl").read_text().splitlines()]
     table = datasets.Dataset.from_list(
         [
@@ -85,10 +102,9 @@ def main() -> None:
         args=settings,
         train_dataset=table,
         processing_class=AutoTokenizer.from_pretrained(MODEL),
-        callbacks=[Clock()],
+        callbacks=[Clock("reward", Path(out, "trl"), every)],
     )
     trainer.train()
-    trainer.save_model()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import real_shapes, saving
+from benchmarks import real_shapes, run, saving
+from benchmarks.supervised import packed
 
 
 def test_steps_beside_a_save_are_measured_whether_it_is_waited_for_or_not(
@@ -32,3 +33,19 @@ def test_each_ratio_at_real_shapes_is_said_with_its_goal(
     for kind in ("GRPO", "SFT", "DPO"):
         names += [f"{kind} step: TRL / ours", f"{kind} step: peak memory, ours / TRL's"]
     assert [line.split(", fp32")[0] for line in said] == names
+
+
+def test_rows_are_packed_in_order_into_micro_batches() -> None:
+    assert packed([1000, 1000, 49, 2048, 5]) == [[1000, 1000], [49], [2048], [5]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", run.SUPERVISED)
+def test_a_supervised_step_is_compared_with_its_matrix_products_and_attention(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.compare_with_limit(run.Bench(tmp_path, rounds=1), kind)
+    name, _, rest = capsys.readouterr().out.partition("limit / ours")
+    assert name == f"{kind.upper()} step: "
+    assert 0.2 < float(rest.split()[0]) < 1.2
