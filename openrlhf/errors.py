@@ -6,9 +6,9 @@ reads them.
 """
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 
 class OpenRLHFError(Exception):
@@ -103,6 +103,8 @@ class EngineError(OpenRLHFError):
 
 class LostEngineError(EngineError):
     """The process of an engine has died, or was ended because it hung."""
+
+    made: Mapping[int, Any] = {}  # beginning of each sample of a request, a Completion, where known
 
 
 class LostRankError(EngineError):

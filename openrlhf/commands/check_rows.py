@@ -47,7 +47,7 @@ def say_rows(samples: TokenizedDataset, tokenizer: Tokenizer) -> None:
         for number, (ids, targets) in enumerate(sequences, start=1):
             part = f", sequence {number} of {len(sequences)}" if len(sequences) > 1 else ""
             learnt = f", {int(targets.sum())} learnt" if targets.any() else ""
-            notice(f"\n{samples.place(index)}{part}: {len(ids)} tokens{learnt}")
+            notice(f"\n{samples.location(index)}{part}: {len(ids)} tokens{learnt}")
             for line in samples.picture_notes(index):
                 notice(line)
             is_run = samples.is_placeholder(ids) & samples.is_placeholder(ids.roll(1))
@@ -112,17 +112,17 @@ def try_rewards(
             gathered.note(error)
             return
         if isinstance(outcome, RewardError):
-            gathered.note(outcome, about=f"{inputs.prompts.place(index)}: ")
+            gathered.note(outcome, about=f"{inputs.prompts.location(index)}: ")
             has_failed = True
             continue
-        notice(f"\nreward of {inputs.prompts.place(index)}, label {near[index].label!r}")
+        notice(f"\nreward of {inputs.prompts.location(index)}, label {near[index].label!r}")
         rewards = {sample.sample_id: sample.reward for sample in outcome}
         for response in group:
             reward = rewards.get(response.sample_id)
             number = "none" if reward is None else f"{reward:g}"
             notice(f"  response {shortened(response.plain_response)!r}: {number}")
         if labels[index] and other and len(set(rewards.values())) == 1:
-            same.append(inputs.prompts.place(index))
+            same.append(inputs.prompts.location(index))
     if same and inputs.reward_source is not None and not has_failed:
         told = f"a row's own label earns no more than another row's: {'; '.join(same)}. Look "
         told += "at what the function compares, the form that it reads, such as \\boxed{}, and at "
@@ -168,9 +168,8 @@ async def _try_agent(config: GenerationRunConfig, inputs: RunInputs, gathered: G
             parts = await agents.samples_of(
                 RolloutRequest(prompt, sampling, f"row{index + 1}", index)
             )
-            notice(
-                f"\nreward of an episode of {inputs.prompts.place(index)}, label {prompt.label!r}"
-            )
+            row = inputs.prompts.location(index)
+            notice(f"\nreward of an episode of {row}, label {prompt.label!r}")
             for part in parts:
                 notice(f"  response {shortened(part.response_text)!r}: {part.reward:g}")
     except (ConfigError, RewardError) as error:

@@ -53,7 +53,7 @@ class Caution(str):
 
 @dataclass(frozen=True)
 class Option:
-    """The declaration of a field beyond its type, and its place in a tree."""
+    """The declaration of a field beyond its type, and its path in a tree."""
 
     # Other names; without any, a leaf goes by the last part of its path (`--max_norm`), if it is
     # `flat`. `{model}num_nodes` of `actor.num_nodes` is actor_num_nodes.
@@ -191,8 +191,8 @@ def walk(
             extra = info.json_schema_extra
             declared = extra.get("option") if isinstance(extra, dict) else None
             assert isinstance(declared, Option), f"{prefix}{name} is not declared with option()"
-            place = {"path": prefix + name, "section": config_class}
-            yield replace(declared, field=info, default=default, **place)
+            where = {"path": prefix + name, "section": config_class}
+            yield replace(declared, field=info, default=default, **where)
 
 
 def value_at(config: BaseModel, path: str) -> Any:

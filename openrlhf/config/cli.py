@@ -447,7 +447,7 @@ def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: obj
     for option in walk(type(config)):
         new = now.get(option.path)
         old = saved.get(option.path, new)  # a setting the checkpoint does not know is younger
-        if old == new or (option.opens and _place(old) == _place(new)):
+        if old == new or (option.opens and _resolved(old) == _resolved(new)):
             continue
         flag, typed = option.flag, typed_value(old)
         is_reset = isinstance(config, TrainingRunConfig) and config.ckpt.reset_lr
@@ -468,7 +468,7 @@ def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: obj
     return list(dict.fromkeys(kept))
 
 
-def _place(name: object) -> Path:
+def _resolved(name: object) -> Path:
     """Return the path that a model or a file is at, if it is on this machine."""
     return Path(str(name)).expanduser().resolve()
 

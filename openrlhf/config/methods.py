@@ -1,6 +1,6 @@
 """The supervised methods: each is a config class and a recipe, which this register finds.
 
-Their places are texts, because a recipe imports torch and `--help` does not. A config class may
+Their modules are texts, because a recipe imports torch and `--help` does not. A config class may
 stand beside its recipe.
 """
 

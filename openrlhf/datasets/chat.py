@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from openrlhf.datasets.pictures import is_place
+from openrlhf.datasets.pictures import is_picture
 from openrlhf.datasets.template_fields import (
     PICTURE,
     REASONING,
@@ -482,9 +482,9 @@ def _content(content: object, role: str, unread: set[str], *, reads_pictures: bo
     if content is None or isinstance(content, str):
         return _checked(content or "")
     parts = content if isinstance(content, (list, tuple)) else []
-    texts = [PICTURE if reads_pictures and is_place(part) else _text_of(part) for part in parts]
+    texts = [PICTURE if reads_pictures and is_picture(part) else _text_of(part) for part in parts]
     if parts and None not in texts:
-        words = [part for part in parts if isinstance(part, Mapping) and not is_place(part)]
+        words = [part for part in parts if isinstance(part, Mapping) and not is_picture(part)]
         keys = {key for part in words for key in _keys_of(part)}
         unread |= {f"'{key}' of content parts" for key in keys - {"type", "text"}}
         return "".join(map(str, texts))

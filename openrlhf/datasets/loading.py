@@ -37,14 +37,14 @@ from openrlhf.utils.progress import are_drawn
 
 T = TypeVar("T")
 Parts: TypeAlias = list[tuple[str, Dataset]]  # of a data set: file, its rows
-Damage: TypeAlias = tuple[str, str, str]  # of a record: place, what is wrong, its text
+Damage: TypeAlias = tuple[str, str, str]  # of a record: its location, what is wrong, its text
 # Rows of a file: its name, their number, the data set among several, damage by row number.
 Origin: TypeAlias = tuple[str, int, str | None, dict[str, Damage]]
 
 MAX_LINE_MIB = 64
 MAX_SHOWN = 20  # bad rows
 HALF = "half a character (a surrogate without its other)"
-# In which problems of one kind differ: the place, and what is quoted or counted.
+# In which problems of one kind differ: the location, and what is quoted or counted.
 _VALUES = re.compile(r"^.*?(?:row |:)\d+: |'[^']*'|\"[^\"]*\"|\d+")
 REPAIR = "Repair or remove them."
 NO_ROW = "Repair them: JSON has an object a line, or one array; other files end with "
@@ -228,26 +228,26 @@ def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -
             f"data set {name} has {count} rows, not {num_rows}. Fetch it again, or correct "
             "--expect_rows."
         )
-    return [(place, rows) for place, rows in parts if len(rows)]
+    return [(name, rows) for name, rows in parts if len(rows)]
 
 
 def _refuse_damaged(path: str | Path, damaged: Mapping[str, Damage], remedy: str) -> None:
     """Raise DataError that lists the damaged records of a file, if there are any."""
-    problems = [f"{place}: {problem}" for place, problem, _ in damaged.values()]
+    problems = [f"{location}: {problem}" for location, problem, _ in damaged.values()]
     raise_bad_rows(str(path), problems, remedy)
 
 
 def _refuse_repeated_ids(parts: Parts) -> None:
     """Raise DataError that lists rows whose `id` another row of the same data set has."""
-    places: dict[object, str] = {}
+    locations: dict[object, str] = {}
     problems = []
     for name, rows in parts:
         if "id" not in rows.column_names or "finish_reason" in rows.column_names:
             continue  # responses of `batch_inference` have the id of their prompt
         for number, value in enumerate(rows["id"], start=1):
-            place = f"{name}: row {number}"
-            if isinstance(value, (str, int)) and places.setdefault(value, place) != place:
-                problems.append(f"{place}: id {value!r} is that of {places[value]}, too")
+            location = f"{name}: row {number}"
+            if isinstance(value, (str, int)) and locations.setdefault(value, location) != location:
+                problems.append(f"{location}: id {value!r} is that of {locations[value]}, too")
     raise_bad_rows(
         "repeated ids",
         problems,
@@ -381,9 +381,9 @@ def _cache_trouble(error: BaseException, path: Path | None = None) -> ConfigErro
 
 def cache_error(error: OSError) -> ConfigError:
     """Return the error of a cache that cannot be written."""
-    place = error.filename or datasets.config.HF_DATASETS_CACHE
+    folder = error.filename or datasets.config.HF_DATASETS_CACHE
     return ConfigError(
-        f"the cache of data sets cannot be written: {place}: {error.strerror}. Set "
+        f"the cache of data sets cannot be written: {folder}: {error.strerror}. Set "
         "HF_DATASETS_CACHE to a folder with room that you may write to."
     )
 
@@ -441,7 +441,7 @@ with catch_warnings(action="ignore"):  # it may change, says the library
 class Record(NamedTuple):
     """A record of a file, and the row that it is or what is wrong with it."""
 
-    place: str
+    location: str
     raw: object  # its bytes; an item of a JSON array itself
     row: Any = None
     problem: str = ""
@@ -464,7 +464,7 @@ def _load_records(path: Path) -> Dataset:
     columns, damaged, num_rows = dict[str, None](), dict[str, Damage](), 0
     for num_rows, record in enumerate(_records(path, columns), start=1):
         if record.problem:
-            damaged[str(num_rows)] = (record.place, record.problem, record.text)
+            damaged[str(num_rows)] = (record.location, record.problem, record.text)
             is_mixed |= record.is_mixed
     if is_mixed or len(damaged) == num_rows:
         _refuse_damaged(path, damaged, REPAIR if is_csv or is_mixed else NO_ROW)
@@ -530,7 +530,7 @@ def _json_values(path: Path) -> Iterator[Record]:
         is_array = ".jsonl" not in path.name and file.read(4096).lstrip(_BLANK).startswith(b"[")
     with _open(path) as file:
         lines = [(f"{path}:1", 0, file.read())] if is_array else _lines(path, file)
-        for place, offset, line in lines:
+        for location, offset, line in lines:
             if not line.strip(_BLANK):
                 continue
             try:
@@ -543,11 +543,11 @@ def _json_values(path: Path) -> Iterator[Record]:
             except (ValueError, RecursionError) as error:
                 reason = first_line(error)
                 if isinstance(error, json.JSONDecodeError) and not is_array:
-                    reason = f"{error.msg}, column {error.colno}"  # of the line that `place` names
+                    reason = f"{error.msg}, column {error.colno}"  # of the line of `location`
                 told = f"not JSON: {reason} (record at byte {offset})"
-                yield Record(place, line, problem=told)
+                yield Record(location, line, problem=told)
                 continue
-            found = [Record(place, line, value)]
+            found = [Record(location, line, value)]
             if is_array:
                 found = [Record(f"{path}: row {i}", item, item) for i, item in enumerate(value, 1)]
             may_break = b"\\ud" in line.lower()
@@ -566,7 +566,7 @@ def _is_text(value: object) -> bool:
 
 
 def _lines(path: Path, file: IO[Any]) -> Iterator[tuple[str, int, Any]]:
-    """Yield (place, offset, line); raise DataError for a line that is too long."""
+    """Yield (location, offset, line); raise DataError for a line that is too long."""
     offset, number, limit = 0, 1, MAX_LINE_MIB * 2**20
     while line := file.readline(limit + 1):
         if len(line) > limit:
@@ -621,7 +621,7 @@ def _csv_records(path: Path, columns: dict[str, None]) -> Iterator[Record]:
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(taking(file), strict=True)
         for cells, fault in _csv_cells(reader):
-            place, lines = f"{path}:{reader.line_num - len(taken) + 1}", [*taken]
+            location, lines = f"{path}:{reader.line_num - len(taken) + 1}", [*taken]
             taken.clear()
             if not cells and not fault:
                 continue
@@ -629,10 +629,10 @@ def _csv_records(path: Path, columns: dict[str, None]) -> Iterator[Record]:
             problem = _csv_problem(lines, raw, cells, columns, fault)
             # Whether the other lines are rows cannot be told; nor without names.
             if problem and (not columns or (fault and len([*filter(None, lines)]) > 1)):
-                raise_bad_rows(str(path), [f"{place}: {problem}"], REPAIR)
+                raise_bad_rows(str(path), [f"{location}: {problem}"], REPAIR)
             if columns:
                 row = dict(zip(columns, (cell or None for cell in cells), strict=False))
-                yield Record(place, raw, row, problem)
+                yield Record(location, raw, row, problem)
             else:
                 columns |= _csv_columns(path, cells)
 
@@ -715,7 +715,7 @@ def _damaged(part: Dataset) -> dict[str, Damage]:
     return next((damaged for *_, damaged in _files(part.info.description)), {})
 
 
-def row_place(rows: Dataset, index: int) -> str:
+def row_location(rows: Dataset, index: int) -> str:
     """Return `train.jsonl: row 17`, counted from 1 in its file; `row 17` for an unknown file; the
     line of a damaged record.
     """
@@ -737,7 +737,7 @@ def data_set_of(rows: Dataset, index: int) -> str | None:
 
 
 def damage_of(rows: Dataset, index: int) -> Damage | None:
-    """Return the damage of the record whose place an empty row takes."""
+    """Return the damage of the record that an empty row stands for."""
     _, number, _, damaged = _origin(rows, index)
     return damaged.get(str(number))
 
@@ -745,9 +745,9 @@ def damage_of(rows: Dataset, index: int) -> Damage | None:
 def _origin(rows: Dataset, index: int) -> tuple[str | None, int, str | None, dict[str, Damage]]:
     """Return the file of a row, its number in it from 1, the data set and damage of the file."""
     drawn = rows._indices  # rows of a blend are picked from the data sets one after the other
-    place = index if drawn is None else drawn.column(0)[index].as_py()
+    position = index if drawn is None else drawn.column(0)[index].as_py()
     for name, count, data_set, damaged in _files(rows.info.description):
-        if place < count:
-            return name, place + 1, data_set, damaged
-        place -= count
+        if position < count:
+            return name, position + 1, data_set, damaged
+        position -= count
     return None, index + 1, None, {}

@@ -1,4 +1,4 @@
-"""The pictures of a row: the places for them in its messages, and the values they are read from.
+"""The pictures of a row: their placeholders in its messages, and the values they are read from.
 
 In the text of a message one character stands for a picture. A value is all that
 `openrlhf.utils.images.read_picture` reads.
@@ -13,19 +13,19 @@ from datasets import Dataset
 from openrlhf.datasets.template_fields import PICTURE, Message
 from openrlhf.utils.images import inner_value
 
-TAG = "<image>"  # a place for a picture in text, of rows with a column of pictures
+TAG = "<image>"  # the placeholder of a picture in text, of rows with a column of pictures
 PART_TYPES = ("image", "image_url", "input_image")
 
 
-def is_place(part: object) -> bool:
-    """Return True for a content part that is a picture, or a place for one."""
+def is_picture(part: object) -> bool:
+    """Return True for a content part that is a picture, or the placeholder of one."""
     return isinstance(part, Mapping) and part.get("type") in PART_TYPES
 
 
 def values_in(value: object) -> list[Any]:
-    """Return the value of each picture in message lists; None of a part that is only a place."""
+    """Return the value of each picture in message lists; None of a part that is a placeholder."""
     if isinstance(value, Mapping):
-        if is_place(value):
+        if is_picture(value):
             return [inner_value(value)]
         keys = ("messages", "conversations", "content", "value")
         return [found for key in keys for found in values_in(value.get(key))]
@@ -41,10 +41,12 @@ def values_of(column: object) -> list[Any]:
     return [inner_value(value) for value in values]
 
 
-def with_places(messages: Sequence[Message], num_pictures: int, *, begins: bool) -> list[Message]:
-    """Return messages with a place for each TAG in them, but in the assistant's, which may speak of
-    it; where they begin a dialogue and have no place, with all the pictures of their row before the
-    first words of the user.
+def with_placeholders(
+    messages: Sequence[Message], num_pictures: int, *, begins: bool
+) -> list[Message]:
+    """Return messages with a placeholder for each TAG in them, but in the assistant's, which may
+    speak of it; where they begin a dialogue and have none, with all the pictures of their row
+    before the first words of the user.
     """
     if any(PICTURE in str(message["content"]) for message in messages):
         return [*messages]
@@ -55,8 +57,8 @@ def with_places(messages: Sequence[Message], num_pictures: int, *, begins: bool)
         for each in messages
     ]
     asked = next((i for i, message in enumerate(placed) if message["role"] == "user"), None)
-    has_places = any(PICTURE in str(message["content"]) for message in placed)
-    if begins and not has_places and asked is not None:
+    has_placeholders = any(PICTURE in str(message["content"]) for message in placed)
+    if begins and not has_placeholders and asked is not None:
         text = PICTURE * num_pictures + str(placed[asked]["content"])
         placed[asked] = _with_content(placed[asked], text)
     return placed

@@ -121,41 +121,41 @@ class _Garden:
         """Return a message with sentinels; of one that is not learnt, reasoning may be left out,
         as templates do with earlier turns.
         """
-        place, shape = f"message {index + 1}, the {message['role']}'s", dict(message)
+        where, shape = f"message {index + 1}, the {message['role']}'s", dict(message)
         for key, value in message.items():
             if key == "content":
-                shape[key] = self._content(value, place, is_learnt=is_learnt)
+                shape[key] = self._content(value, where, is_learnt=is_learnt)
             elif key == "tool_calls":
-                shape[key] = [self._call(call, place) for call in _calls_of(message)]
+                shape[key] = [self._call(call, where) for call in _calls_of(message)]
             elif key in REASONING and message["role"] == "assistant":
                 told = "" if is_learnt else f"'{key}' of earlier turns"
-                shape[key] = self.sentinel(f"{place}: its {key}", key=told)
+                shape[key] = self.sentinel(f"{where}: its {key}", key=told)
             elif key == "tool_call_id":
                 shape[key] = self._link(value)
             elif key not in ("role", *TURN_WEIGHTS):
                 shape[key] = self._other(value, f"'{key}' of messages")
         return shape
 
-    def _content(self, content: object, place: str, *, is_learnt: bool) -> object:
+    def _content(self, content: object, where: str, *, is_learnt: bool) -> object:
         if not isinstance(content, str):
-            name = f"{place}: its values"
+            name = f"{where}: its values"
             return {self.sentinel(name): self.sentinel(name)}
         texts = content.split(PICTURE)
-        return PICTURE.join(self._text(each, place, is_learnt=is_learnt) for each in texts)
+        return PICTURE.join(self._text(each, where, is_learnt=is_learnt) for each in texts)
 
-    def _text(self, text: str, place: str, *, is_learnt: bool) -> str:
+    def _text(self, text: str, where: str, *, is_learnt: bool) -> str:
         pieces = _THOUGHTS.split(text)
         told = "" if is_learnt else "thoughts of earlier turns"
         for k in range(0, len(pieces), 2):
             is_thought = k + 1 < len(pieces)
-            name = f"{place}: its {'thoughts' if is_thought else 'text'}"
+            name = f"{where}: its {'thoughts' if is_thought else 'text'}"
             if words := pieces[k].strip():  # what stands around them may be split at
                 mark = self.sentinel(name, key=told if is_thought else "")
                 pieces[k] = pieces[k].replace(words, mark)
         return "".join(pieces)
 
-    def _call(self, call: Mapping[str, Any], place: str) -> Message:
-        name = f"{place}: its tool calls"
+    def _call(self, call: Mapping[str, Any], where: str) -> Message:
+        name = f"{where}: its tool calls"
         held = call["function"]["arguments"]
         arguments: Message = {self.sentinel(name): self.sentinel(name)} if held else {}
         lists = [value for value in held.values() if isinstance(value, list)]

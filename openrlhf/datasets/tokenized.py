@@ -50,10 +50,10 @@ from openrlhf.datasets.loading import (
     damage_of,
     raise_bad_rows,
     row_folder,
-    row_place,
+    row_location,
     without_nulls,
 )
-from openrlhf.datasets.pictures import undecoded, values_in, values_of, with_places
+from openrlhf.datasets.pictures import undecoded, values_in, values_of, with_placeholders
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import images as images_module
 from openrlhf.utils import tokenizer as tokenizer_module
@@ -177,7 +177,7 @@ class TokenizedDataset(ABC):
         self._per_row: dict[str, list] = self._table.select_columns(list(_PER_ROW))[:]
         self.bad_rows = [(row, what) for row, what in enumerate(self._per_row["problem"]) if what]
         if row_format.bad_rows == "fail":
-            problems = [f"{row_place(rows, row)}: {what}" for row, what in self.bad_rows]
+            problems = [f"{row_location(rows, row)}: {what}" for row, what in self.bad_rows]
             raise_bad_rows(self.subject, problems, REMEDY)
         reasons = self._per_row["left_out"]
         for row, _ in self.bad_rows:
@@ -213,17 +213,17 @@ class TokenizedDataset(ABC):
         except RowError:
             found = ()
         if [picture.sha256 for picture in found] != expected:
-            place = self.row_place(row_id)
-            raise DataError(f"{place}: its images changed after they were read. Start again.")
+            where = self.row_location(row_id)
+            raise DataError(f"{where}: its images changed after they were read. Start again.")
         return found
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the file and row of an example: `rows.jsonl: row 3`."""
-        return self.row_place(self.row_ids[index])
+        return self.row_location(self.row_ids[index])
 
-    def row_place(self, row_id: int) -> str:
+    def row_location(self, row_id: int) -> str:
         """Return the file and number of a row, whether it became an example or not."""
-        return row_place(self._rows, row_id)
+        return row_location(self._rows, row_id)
 
     def sequences(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """Return the sequences of an example, each ids (T,) int64 and its targets (T,) bool."""
@@ -252,7 +252,7 @@ class TokenizedDataset(ABC):
         self, model: str, *, num_embeddings: int | None, num_positions: int | None
     ) -> None:
         """Raise DataError where a model of these sizes cannot read an example: an id beyond the
-        embeddings ends deep in a kernel, a place beyond the positions was never trained. None: not
+        embeddings ends deep in a kernel, a position beyond them was never trained. None: not
         known, or no limit.
         """
         if not len(self):
@@ -261,18 +261,18 @@ class TokenizedDataset(ABC):
         ids, lengths = self._fact("largest_id"), self._fact("longest")
         if num_embeddings is not None and int(ids.max()) >= num_embeddings:
             first = int((ids >= num_embeddings).int().argmax())
-            place = row_place(self._rows, self.row_ids[first])
+            where = row_location(self._rows, self.row_ids[first])
             problems.append(
-                f"{place} has token id {int(ids[first])}, and the model {model} "
+                f"{where} has token id {int(ids[first])}, and the model {model} "
                 f"has {num_embeddings} embeddings. Use a model whose folder holds its own "
                 "tokenizer, or give it embeddings for the tokens that were added."
             )
         if num_positions is not None and int(lengths.max()) > num_positions:
             longest = int(lengths.argmax())
-            place = row_place(self._rows, self.row_ids[longest])
+            where = row_location(self._rows, self.row_ids[longest])
             problems.append(
                 f"{int((lengths > num_positions).sum())} of {len(self._rows)} rows are longer than "
-                f"the {num_positions} positions of the model {model}: {place} has "
+                f"the {num_positions} positions of the model {model}: {where} has "
                 f"{int(lengths[longest])} tokens. Type --max_len {num_positions}, or set "
                 "max_position_embeddings in its config.json if it can read more."
             )
@@ -431,7 +431,7 @@ class TokenizedDataset(ABC):
             elif found[0]["content"] != given[0]["content"]:
                 unread.add("'system' of rows with a system message")
         if self._image_keys:
-            found = with_places(found, len(self._own_images(row)), begins=begins)
+            found = with_placeholders(found, len(self._own_images(row)), begins=begins)
         return found
 
     def turn_columns(self, row: Row) -> list[str]:
@@ -620,7 +620,7 @@ class TokenizedDataset(ABC):
         return [name for name in self._columns if name]
 
     def _picture_values(self, row: Row) -> list[Any]:
-        """Return the values of a row's pictures, in the order of their places."""
+        """Return the values of a row's pictures, in the order of their placeholders."""
         columns = [*self.turn_columns(row), *self._image_columns]
         left = iter(self._own_images(row))
         parts = [found for name in columns for found in values_in(value_at(row, name))]
@@ -760,7 +760,7 @@ def write_bad_rows(path: Path, *data_sets: Any) -> None:
     """
     path.unlink(missing_ok=True)
     lines = [
-        {"place": data.row_place(row), "problem": what, "row": data.source(row)}
+        {"place": data.row_location(row), "problem": what, "row": data.source(row)}
         for data in data_sets
         for row, what in (data.bad_rows if data else ())
     ]

@@ -6,7 +6,7 @@ knows which one it has.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from openrlhf.errors import LostEngineError, LostRankError
 from openrlhf.utils.images import Picture
@@ -92,6 +92,38 @@ class Completion:
         spans = zip(self.version_starts, ends, strict=True)
         return tuple(version for (start, version), end in spans for _ in range(start, end))
 
+    def after(self, num_tokens: int) -> "Completion":
+        """Return the response without its first tokens."""
+        starts = [(max(0, start - num_tokens), version) for start, version in self.version_starts]
+        starts = list({start: (start, version) for start, version in starts}.values())
+        return replace(
+            self,
+            token_ids=self.token_ids[num_tokens:],
+            logprobs=self.logprobs[num_tokens:],
+            version_starts=tuple(starts) if len(starts) > 1 else (),
+        )
+
+    def followed_by(self, rest: "Completion") -> "Completion":
+        """Return the response that begins with this one and ends with `rest`."""
+        if not rest.token_ids:
+            return replace(self, finish_reason=rest.finish_reason)
+        starts = [*(self.version_starts or ((0, self.weight_version),))]
+        for start, version in rest.version_starts or ((0, rest.weight_version),):
+            if version != starts[-1][1]:
+                starts.append((len(self.token_ids) + start, version))
+        return Completion(
+            self.token_ids + rest.token_ids,
+            self.logprobs + rest.logprobs,
+            rest.finish_reason,
+            rest.weight_version,
+            tuple(starts) if len(starts) > 1 else (),
+        )
+
+
+# (request, sample, tokens): what an engine has sampled of a response since it told of it last. The
+# reason is empty before its end.
+Beginning: TypeAlias = tuple[str, int, Completion]
+
 
 @dataclass(frozen=True)
 class WeightBucket:
@@ -105,7 +137,7 @@ class WeightBucket:
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]  # byte offset of each tensor
     num_bytes: int
-    # {place: handle} for a node or GPU, {} when broadcast, {"object": reference} in Ray's store,
+    # {node or GPU: handle}, {} when broadcast, {"object": reference} in Ray's store,
     # {"bytes": array} once it was fetched from there
     handle: dict[str, Any]
 

@@ -8,7 +8,7 @@ engine is made, for that takes seconds and its environment has to be set before.
 import asyncio
 import gc
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 
 from openrlhf.engines import vllm_cpu
-from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings, WeightBucket
+from openrlhf.engines.base import (
+    Beginning,
+    Completion,
+    GenerationRequest,
+    SamplingSettings,
+    WeightBucket,
+)
 from openrlhf.errors import (
     ConfigError,
     EngineError,
@@ -145,6 +151,20 @@ class VLLMEngine:
         for future in futures:
             future.cancel()
         return self._queue(self._drop_done)
+
+    def new_beginnings(self, num_told: dict[tuple[str, int], int]) -> list[Beginning]:
+        """Return what unfinished requests have beyond the tokens of each sample that were told of,
+        which are brought up to date. For the thread that steps.
+        """
+        told, found = dict(num_told), []
+        num_told.clear()
+        for key, output in unfinished_outputs(self.llm):
+            whole, name = completion(output), (key, output.index)
+            num_before, num_told[name] = told.get(name, 0), len(whole.token_ids)
+            if num_before < num_told[name]:
+                request, _ = self._waiting[key]
+                found.append((request.request_id, output.index, whole.after(num_before)))
+        return found
 
     @property
     def is_busy(self) -> bool:
@@ -482,11 +502,11 @@ def engine_input(request: GenerationRequest, processor: ImageProcessor | None) -
     fields = dict.fromkeys(by_row, MultiModalFieldConfig.flat_from_sizes("image", rows_I))
     fields |= dict.fromkeys(by_picture, MultiModalFieldConfig.batched("image", keep_on_cpu=True))
     values: Any = by_row | by_picture
-    is_place_T = torch.tensor(request.prompt_token_ids) == processor.image_token_id
+    is_placeholder_T = torch.tensor(request.prompt_token_ids) == processor.image_token_id
     ranges = []
-    for places in processor.places(request.prompt_token_ids, request.images):
-        start, end = places[0], places[-1] + 1  # text may stand between placeholders
-        ranges.append(PlaceholderRange(start, end - start, is_embed=is_place_T[start:end]))
+    for positions in processor.placeholders(request.prompt_token_ids, request.images):
+        start, end = positions[0], positions[-1] + 1  # text may stand between placeholders
+        ranges.append(PlaceholderRange(start, end - start, is_embed=is_placeholder_T[start:end]))
     return prompt | {
         "type": "multimodal",
         "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(values, fields),
@@ -509,6 +529,23 @@ def forget_closed_groups() -> None:
             setattr(parallel_state, name, None)
 
 
+def unfinished_outputs(llm: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what vLLM has sampled so far for each sample of the requests that are not finished,
+    with the name of the request.
+    """
+    parents = {}
+    for state in llm.output_processor.request_states.values():
+        if state.parent_req is not None:  # of several samples, which finish together
+            parents[state.parent_req.external_req_id] = state.parent_req
+        output = state._new_completion_output([], None, None)
+        output.weight_versions = state._weight_version_spans()
+        yield (state.parent_req or state).external_req_id, output
+    for key, parent in parents.items():
+        for output in parent.output_aggregator:
+            if output is not None:
+                yield key, output
+
+
 def completion(output: Any) -> Completion:
     """Return an output of vLLM as a Completion."""
     token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
@@ -517,7 +554,7 @@ def completion(output: Any) -> Completion:
     return Completion(
         token_ids,
         logprobs,
-        output.finish_reason,
+        output.finish_reason or "",
         weight_version=starts[-1][1] if starts else 0,
         version_starts=starts if len(starts) > 1 else (),
     )

@@ -30,7 +30,7 @@ BROKEN_OFF = "broken_off"  # the key of the store that says so
 WAS_BROKEN_OFF = "the broadcast of weights was broken off"  # said by those who left it
 HERE = "here/"  # those of the members that have come
 
-Handle = tuple[Any, ...]  # opens a buffer in another process of the same place
+Handle = tuple[Any, ...]  # opens a buffer in another process of the same node or GPU
 
 
 class HostMemory:
@@ -43,7 +43,7 @@ class HostMemory:
     is_kept = True  # between updates: new pages cost more than the copy into them
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The node, or the container where processes of others are not seen."""
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
@@ -78,7 +78,7 @@ class CudaMemory:
         self.device = torch.device("cuda", device.index or 0)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The physical GPU, whatever its index in this process."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
@@ -218,7 +218,7 @@ class BucketReader:
         if "bytes" in bucket.handle:
             return torch.tensor(bucket.handle["bytes"])
         for memory in self.memories:
-            handle: Any = bucket.handle.get(memory.place)
+            handle: Any = bucket.handle.get(memory.location)
             if handle is not None:
                 if handle not in self._opened:
                     self._opened[handle] = memory.open(handle)

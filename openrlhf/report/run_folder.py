@@ -151,9 +151,9 @@ def _runs_in(path: Path) -> list[Path]:
 
 def short_names(paths: Sequence[Path]) -> list[str]:
     """Return paths as they are seen from the last folder that holds all of them."""
-    places = [path.resolve() for path in paths]
-    base = os.path.commonpath([place.parent for place in places])
-    return [os.path.relpath(place, base) for place in places]
+    resolved = [path.resolve() for path in paths]
+    base = os.path.commonpath([path.parent for path in resolved])
+    return [os.path.relpath(path, base) for path in resolved]
 
 
 def _is_evaluation(record: Record) -> bool:

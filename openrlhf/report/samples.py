@@ -138,8 +138,8 @@ def _with_words(prompt: str, images: Sequence[Row], texts: Sequence[str]) -> str
             f"[image {number}: {image['width']}x{image['height']}, {count} "
             f"token{'s' if count != 1 else ''}]"
         )
-        place, *others = texts[image["start"] :][:count]
-        either = f"{re.escape(place)}({re.escape(''.join(others))})?"  # of an agent, or of data
+        first, *others = texts[image["start"] :][:count]
+        either = f"{re.escape(first)}({re.escape(''.join(others))})?"  # of an agent, or of data
         prompt = re.sub(either, image["words"], prompt, count=1)
     return prompt
 

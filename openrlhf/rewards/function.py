@@ -95,18 +95,18 @@ class UserFunctions:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
-    def load(cls, places: str | Path, weights: Sequence[float] | None = None) -> "UserFunctions":
+    def load(cls, sources: str | Path, weights: Sequence[float] | None = None) -> "UserFunctions":
         """Load `file.py` or `file.py:name`, or several with commas between, which are run; raise
         ConfigError. A file stands for all functions of its list; `weights` has one number for each
-        place, or for each function.
+        source, or for each function.
         """
-        names = str(places).split(",")
+        names = str(sources).split(",")
         load = cache(load_module)  # two functions of a file share what it holds
         found = [list(_parts_at(name, load)) for name in names]
-        parts = [part for of_place in found for part in of_place]
+        parts = [part for of_source in found for part in of_source]
         shares = list(weights or [1.0] * len(names))
         if len(shares) == len(names):
-            shares = [s for s, of_place in zip(shares, found, strict=True) for _ in of_place]
+            shares = [s for s, of_source in zip(shares, found, strict=True) for _ in of_source]
         if len(shares) != len(parts):
             told = ", ".join(part.name for part in parts)
             raise ConfigError(
@@ -252,9 +252,9 @@ class CallableReward(RewardSource):
         return self.function.shown(batch)
 
 
-def _parts_at(place: str, load: Callable[[str], ModuleType]) -> Iterator[WeightedFunction]:
+def _parts_at(source: str, load: Callable[[str], ModuleType]) -> Iterator[WeightedFunction]:
     """Yield the function at `file.py:name`, or those that a file is made of."""
-    file, name = split_name(place)
+    file, name = split_name(source)
     module = load(file)
     if name:
         yield WeightedFunction(member(module, name, file), file, name, 1.0)

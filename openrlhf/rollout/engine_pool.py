@@ -4,12 +4,13 @@ one if that is lost; what it returns is checked and decoded.
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from openrlhf.engines.base import Completion, GenerationRequest
+from openrlhf.engines.base import SEED_BITS, Completion, GenerationRequest
 from openrlhf.errors import EngineError, LostEngineError, LostRankError
 from openrlhf.rollout.rollout import RolloutRequest
 from openrlhf.utils.rollout import Rollout, checked_arrays, sequence_tensors
@@ -42,12 +43,13 @@ class SamplingEngine(Protocol):
 
 
 class Dispatcher:
-    """Sends each request to the engine with the least to do. Requests of an engine that is lost are
-    sampled anew by another one: their tokens are gone with it.
+    """Sends each request to the engine with the least to do. Another one finishes what a lost one
+    has begun, as far as its tokens are known, and samples the rest anew.
     """
 
-    def __init__(self, engines: Sequence[SamplingEngine]) -> None:
-        self.engines = list(engines)
+    def __init__(self, engines: Sequence[SamplingEngine], *, may_mix: bool = False) -> None:
+        """`may_mix`: a response may be of several versions of the weights."""
+        self.engines, self.may_mix = list(engines), may_mix
         self._loads = [0] * len(self.engines)  # samples that each engine works on
         self._lost: set[int] = set()
 
@@ -59,8 +61,48 @@ class Dispatcher:
             k = await self._choose(home)
             try:
                 return await self._sample_on(k, request)
-            except LostEngineError:
+            except LostEngineError as error:
                 self._lost.add(k)
+                # An end that is a text may begin in one engine and end in another: it is not seen.
+                if error.made and not request.sampling.stop:
+                    found = await self._finish(request, error.made, home)
+                    if self.may_mix or not any(each.version_starts for each in found):
+                        return found
+
+    async def _finish(
+        self, request: GenerationRequest, made: Mapping[int, Completion], home: int | None
+    ) -> Completions:
+        """Return the completions of a request of which a lost engine has made these beginnings."""
+        sampling = request.sampling
+        num_own = 1 if sampling.temperature == 0 else sampling.num_samples  # greedy ones are alike
+        rests = [
+            asyncio.ensure_future(self._rest(request, k, made.get(k), home)) for k in range(num_own)
+        ]
+        try:
+            return await asyncio.gather(*rests) * (sampling.num_samples // num_own)
+        finally:
+            for rest in rests:  # the others, if one has failed
+                rest.cancel()
+            await asyncio.wait(rests)
+
+    async def _rest(
+        self, request: GenerationRequest, k: int, begun: Completion | None, home: int | None
+    ) -> Completion:
+        """Return sample k of a request, which goes on behind what was made of it."""
+        if begun is not None and begun.finish_reason:
+            return begun
+        own = request.sampling.for_sample(k)
+        ids = () if begun is None else begun.token_ids
+        if own.seed is not None:  # other numbers than those that the first tokens have had
+            own = replace(own, seed=(own.seed + (len(ids) << 32)) % 2**SEED_BITS)
+        rest = replace(
+            request,
+            request_id=f"{request.request_id}/{k}",
+            prompt_token_ids=(*request.prompt_token_ids, *ids),
+            sampling=replace(own, max_new_tokens=own.max_new_tokens - len(ids)),
+        )
+        [found] = await self.sample(rest, home=home)
+        return found if begun is None else begun.followed_by(found)
 
     async def _choose(self, home: int | None) -> int:
         while not (up := [k for k in range(len(self.engines)) if self._is_up(k)]):
@@ -94,9 +136,14 @@ class EnginePool:
     """Makes the samples of prompts, one turn each; used on one event loop."""
 
     def __init__(
-        self, engines: Sequence[SamplingEngine], tokenizer: Tokenizer, *, vocab_size: int
+        self,
+        engines: Sequence[SamplingEngine],
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        may_mix: bool = False,
     ) -> None:
-        self.dispatcher = Dispatcher(engines)
+        self.dispatcher = Dispatcher(engines, may_mix=may_mix)
         self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers are not shared between threads
         self.vocab_size = vocab_size
         # Requests are sampled in batches: those that come together end together.

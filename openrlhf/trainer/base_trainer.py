@@ -54,7 +54,7 @@ BatchT = TypeVar("BatchT", bound=Batch)
 
 
 class SampleSet(Protocol[SampleT_co]):
-    """Samples by index, with the number of tokens and the place of each."""
+    """Samples by index, with the number of tokens and the location of each."""
 
     @property
     def lengths(self) -> Tensor:
@@ -68,7 +68,7 @@ class SampleSet(Protocol[SampleT_co]):
 
     def __getitem__(self, index: int) -> SampleT_co: ...
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the file and row of a sample: `rows.jsonl: row 3`."""
 
 
@@ -406,10 +406,12 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             metrics.add("grad_norm", self.engine.step())
         except NumericsError as error:
             if self.strategy.is_main:
-                places = ", ".join(self.inputs.samples.place(row) for row in rows[:MAX_NAMED_ROWS])
+                found = ", ".join(
+                    self.inputs.samples.location(row) for row in rows[:MAX_NAMED_ROWS]
+                )
                 warn(
                     f"step {self.global_step + 1} was skipped: its gradient is not finite "
-                    f"({len(rows)} rows, such as {places})."
+                    f"({len(rows)} rows, such as {found})."
                 )
             if not isinstance(error, SkippedUpdate):
                 raise

@@ -41,10 +41,10 @@ OF_DATA = ("label", "datasource", "columns", "source_prompt")  # any values; a r
 
 
 @dataclass(frozen=True)
-class Death:
+class RankFailure:
     """The end of a rank in a step.
 
-    Example: `Death(5, "actor rank  of  died: pid  was ended by SIGSEGV", ("step5/1/0",))`
+    Example: `RankFailure(5, "actor rank  of  died: pid  was ended by SIGSEGV", ("step5/1/0",))`
     """
 
     step: int
@@ -52,8 +52,8 @@ class Death:
     sample_ids: tuple[str, ...]
 
     @classmethod
-    def of(cls, why: LostRankError, step: int, rollouts: Sequence[Rollout]) -> "Death":
-        """Return the death of a rank in a step of these samples."""
+    def of(cls, why: LostRankError, step: int, rollouts: Sequence[Rollout]) -> "RankFailure":
+        """Return the failure of a rank in a step of these samples."""
         how = re.sub(r"\b[0-9a-f]{8,}\b|\d+", "", str(why).partition(END_OF_LOG)[0])
         return cls(step, how, tuple(rollout.sample_id for rollout in rollouts))
 

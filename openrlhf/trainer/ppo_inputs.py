@@ -36,5 +36,5 @@ def say_dropped(failed: Mapping[int, str], prompts: PromptDataset) -> None:
     """Print how many prompts were dropped, and where and why the first of them was."""
     if failed:
         row, reason = next(iter(failed.items()))
-        place = prompts.row_place(row)
-        notice(f"dropped {len(failed)} prompt(s) without rewards; {place}: {reason}")
+        where = prompts.row_location(row)
+        notice(f"dropped {len(failed)} prompt(s) without rewards; {where}: {reason}")

@@ -40,7 +40,7 @@ from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.local_cluster import Cluster
-from openrlhf.trainer.ppo_dumps import Death, StepDump
+from openrlhf.trainer.ppo_dumps import RankFailure, StepDump
 from openrlhf.trainer.ppo_inputs import RunInputs, say_dropped
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_updates import StepInputs, start_update, trained_roles
@@ -103,7 +103,7 @@ class PPOTrainer:
         self._generation_metrics = Metrics()  # of these rollouts
         # The sampler before it drew their prompts; None if a queue did, which keeps a ledger.
         self._sampler_state: dict[str, Any] | None = None
-        self._death: Death | None = None  # of a rank, in the last step that was not finished
+        self._failure: RankFailure | None = None  # in the last step that was not finished
         self._kept_step_s: dict[int, float] = {}  # seconds of each step since this start
         self._has_skipped = False  # True once an update was skipped, in this run
         self._sending = threading.Lock()  # held while weights are sent
@@ -152,7 +152,7 @@ class PPOTrainer:
                     with suppress(LostRankError, CheckpointError):
                         self.wait_for_save()
                     raise stopping.Interrupted(self.state.checkpoints.how_to_go_on()) from error
-                self.note_death(error)
+                self.note_rank_failure(error)
                 why = error
         self.tracker.close()
 
@@ -212,13 +212,13 @@ class PPOTrainer:
         if stopping.is_asked() and not self.is_over:
             self.stop()
 
-    def note_death(self, why: LostRankError) -> None:
+    def note_rank_failure(self, why: LostRankError) -> None:
         """Raise EngineError if the same step has ended a rank in the same way before."""
-        step, before = self._step, self._death
+        step, before = self._step, self._failure
         if not self._step_rollouts or self.state.global_step != step:  # it was not at work
             return
-        self._death = Death.of(why, step, self._step_rollouts)
-        if self._death == before:
+        self._failure = RankFailure.of(why, step, self._step_rollouts)
+        if self._failure == before:
             dump = self.dump_of(self._step_rollouts, step)
             kept = f" It was kept: {dump.how_to_replay}" if dump.is_kept else ""
             raise EngineError(
@@ -299,9 +299,9 @@ class PPOTrainer:
     def say_evaluations(self) -> None:
         """Say what was best, and warn of a policy that became worse than its best."""
         found, steps = self.state.evaluations, self.tracker.records()
-        say_outcome(self.inputs.pass_rate, found, steps, where=self.place_of)
+        say_outcome(self.inputs.pass_rate, found, steps, where=self.location_of)
 
-    def place_of(self, step: int) -> object:
+    def location_of(self, step: int) -> object:
         """Return the folder of the policy of a step, or words that say it was not kept."""
         state = self.state
         if step == state.global_step:
@@ -381,8 +381,8 @@ class PPOTrainer:
         """Do an RL step after generation; return its samples with what was computed for them."""
         self.check_versions(rollouts)
         dump = self.dump_of(rollouts, global_step)
-        is_again = self._death is not None and self._death.is_of(global_step, rollouts)
-        suspect = self._death if is_again else None
+        is_again = self._failure is not None and self._failure.is_of(global_step, rollouts)
+        suspect = self._failure if is_again else None
         with self.phases.training(), dump.watching():
             if suspect is not None:  # if it ends a rank again, nothing can be read any more
                 dump.write(says=dump.is_chosen, error=suspect.how)
@@ -457,7 +457,6 @@ class PPOTrainer:
         with ExitStack() as awake:
             for role, count in num_done.items():
                 is_actor = role == "actor"
-                columns = ["new_logprobs"] if is_actor else []
                 dump.begun.append(role)
                 awake.enter_context(self.phases.update(self.groups[role]))
                 calls[role] = start_update(
@@ -467,7 +466,7 @@ class PPOTrainer:
                     dump.step_inputs,
                     role=role,
                     texts=self.inputs.texts if is_actor else None,
-                    columns=columns if not count else None,
+                    columns=["new_logprobs"] if is_actor else [],
                     num_done=count,
                 )
             return wait_for_all(calls)

@@ -51,12 +51,11 @@ def start_update(
     *,
     role: str,
     texts: SFTDataset | None,
-    columns: Sequence[str] | None,
+    columns: Sequence[str],
     num_done: int = 0,
 ) -> Callable[[], list[UpdateResult]]:
     """Begin the optimizer steps of a rollout batch after the first `num_done`; return the function
     that waits for the notes of every share, with these columns of the loss. `texts` are mixed in.
-    Without `columns`, the call before has made the first ones, and the notes are those of both.
     """
     train = config.train
     plan = plan_updates(
@@ -71,4 +70,4 @@ def start_update(
         plan = mix_texts(plan, texts, num_seen=step_inputs.num_texts, seed=train.seed)
     read = (*LOSS_COLUMNS[role], *(["weight_versions"] if train.async_enable else []))
     shares = update_shares(experience.with_columns(read), plan[num_done:])
-    return group.start(TrainedWorker.fit, ((share, columns) for share in shares))
+    return group.start(TrainedWorker.fit, ((share, columns, num_done) for share in shares))

@@ -35,8 +35,8 @@ class MarkedBatch(Batch):
     """Packed texts and the labels of their M markers."""
 
     packed: PackedBatch
-    marker_index: Tensor  # (M,) int64, places in the packed row
-    # (M,) int64 token ids, or places among the reward tokens where there are some; or float32
+    marker_index: Tensor  # (M,) int64, positions in the packed row
+    # (M,) int64 token ids, or indices among the reward tokens where there are some; or float32
     # shares of the first of two reward tokens
     labels: Tensor
     reward_tokens: Tensor | None = None  # (R,) int64, what a label may be; None: any token
@@ -104,7 +104,7 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         texts = config.model.reward_tokens or ()
         ids = [single_token_id(inputs.tokenizer, text, flag="--reward_tokens") for text in texts]
         self.reward_tokens = torch.tensor(ids) if ids else None
-        self.places = {token_id: place for place, token_id in enumerate(ids)}
+        self.indices = {token_id: index for index, token_id in enumerate(ids)}
 
     @classmethod
     def row_format(cls, config: PRMConfig) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         """Return labels as the model takes them; with two reward tokens all are shares of the
         first, so that rows of either kind fit in one batch.
         """
-        if sample.is_soft or not self.places:
+        if sample.is_soft or not self.indices:
             return sample.labels
-        places = torch.tensor([self.places[int(label)] for label in sample.labels])
-        return 1.0 - places.float() if len(self.places) == 2 else places
+        indices = torch.tensor([self.indices[int(label)] for label in sample.labels])
+        return 1.0 - indices.float() if len(self.indices) == 2 else indices

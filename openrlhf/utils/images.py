@@ -150,10 +150,8 @@ def file_of(value: object, folder: Path | None = None) -> Path | None:
     if not isinstance(value, (str, Path)) or len(str(value)) > MAX_PATH:
         return None
     path = Path(str(value).removeprefix("file://")).expanduser()
-    places = (path,) if folder is None else (folder / path, path)
-    return next(
-        (place for place in places if os.path.isfile(place)), None
-    )  # no error at a long name
+    paths = (path,) if folder is None else (folder / path, path)
+    return next((path for path in paths if os.path.isfile(path)), None)  # no error at a long name
 
 
 def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
@@ -284,9 +282,9 @@ class ImageProcessor:
         pad = self.image_token_id
         if not self.family.writes_text and (pad, pad) in pairwise(token_ids):
             raise PictureError("two places for images without a token between them")
-        num_places = sum(token_id == pad for token_id in token_ids)
-        if num_places != len(pictures):
-            raise PictureError(f"images: {len(pictures)}, and places for them: {num_places}")
+        num_placeholders = sum(token_id == pad for token_id in token_ids)
+        if num_placeholders != len(pictures):
+            raise PictureError(f"images: {len(pictures)}, and places for them: {num_placeholders}")
         left = iter(pictures)
         return [
             self._expansion(next(left)) if token_id == pad else [token_id] for token_id in token_ids
@@ -332,9 +330,11 @@ class ImageProcessor:
         """Return the numbers that are added to logits, by token: no placeholder is ever sampled."""
         return dict.fromkeys(self.banned_token_ids, BANNED_LOGIT)
 
-    def places(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[list[int]]:
-        """Return the places of each picture's placeholders in expanded ids; raise PictureError
-        where the ids have places for others.
+    def placeholders(
+        self, token_ids: Sequence[int], pictures: Sequence[Picture]
+    ) -> list[list[int]]:
+        """Return the positions of each picture's placeholders in expanded ids; raise PictureError
+        where the ids have those of others.
         """
         ids, pad, found, end = [*token_ids], self.image_token_id, list[list[int]](), 0
         for part in map(self._expansion, pictures):
@@ -343,7 +343,7 @@ class ImageProcessor:
             end = start + len(part)
             if ids[max(start, 0) : end] != part or ids[end : end + 1] == [pad]:
                 break
-            found.append([place for place in range(start, end) if ids[place] == pad])
+            found.append([k for k in range(start, end) if ids[k] == pad])
         if len(found) < len(pictures) or pad in ids[end:]:
             sizes = [self.num_tokens(picture) for picture in pictures]
             raise PictureError(f"{ids.count(pad)} places for images of {sizes} tokens, or others")

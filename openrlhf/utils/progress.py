@@ -3,7 +3,7 @@ work that lasts.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -71,6 +71,7 @@ class Health(NamedTuple):
     num_done: int  # micro-batches of this work, or steps of an engine since its start
     total: int | None  # micro-batches of this work
     pid: int
+    made: Sequence[Any] = ()  # since the last time: a Beginning of an engine's each
 
 
 class _Bars(rich.progress.Progress):

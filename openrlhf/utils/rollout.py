@@ -81,7 +81,7 @@ class Rollout:
     extra_columns: dict[str, object] = field(
         default_factory=dict
     )  # what the reward source noted besides
-    images: tuple[Picture, ...] = ()  # that `token_ids` have places for, in order
+    images: tuple[Picture, ...] = ()  # whose placeholders `token_ids` have, in order
 
     @property
     def num_actions(self) -> int:

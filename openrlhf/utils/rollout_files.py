@@ -22,11 +22,11 @@ def rollout_row(rollout: Rollout, processor: ImageProcessor | None) -> dict[str,
     versions, images = rollout.weight_versions, rollout.images
     seen: dict[str, object] = {}
     if images and processor is not None:
-        places = processor.places(rollout.token_ids.tolist(), images)
+        positions = processor.placeholders(rollout.token_ids.tolist(), images)
         seen["images"] = [
             {"sha256": image.sha256, "width": image.width, "height": image.height}
             | {"start": own[0], "num_tokens": own[-1] + 1 - own[0]}
-            for image, own in zip(images, places, strict=True)
+            for image, own in zip(images, positions, strict=True)
         ]
     return (
         rollout.extra_columns

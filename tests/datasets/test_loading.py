@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from openrlhf.datasets.loading import damage_of, load_rows, row_place
+from openrlhf.datasets.loading import damage_of, load_rows, row_location
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
@@ -315,7 +315,7 @@ def test_damaged_records_that_are_allowed_are_empty_rows_whose_damage_is_known(
         assert not any(rows[number].values())
         found = damage_of(rows, number)
         assert found and (found[0], found[2]) == (str(tmp_path / place), text)
-        assert found[1].startswith(problem) and row_place(rows, number) == found[0]
+        assert found[1].startswith(problem) and row_location(rows, number) == found[0]
     assert {i for i in range(len(rows)) if damage_of(rows, i)} == {*bad}
     with pytest.raises(DataError, match=rf": {len(bad)} bad rows.*--bad_rows skip to leave them"):
         load_rows(f"{good},{tmp_path / name}")
@@ -341,7 +341,7 @@ def test_a_limit_of_rows_does_not_count_damaged_records(tmp_path: Path) -> None:
         assert [row["a"] for row in rows if row["a"]] == expected
     blend = load_rows(f"{one},{one}", probs="0.5,0.5", max_samples=3, allowed=DAMAGED)
     assert sum(row["a"] is not None for row in blend) == 3
-    assert row_place(blend, len(blend) - 1).startswith(f"{one}: row ")
+    assert row_location(blend, len(blend) - 1).startswith(f"{one}: row ")
 
 
 @pytest.mark.parametrize(
@@ -408,13 +408,13 @@ def test_the_place_of_a_row_counts_from_its_own_file(tmp_path):
     one = write_jsonl(tmp_path / "train-1.jsonl", [{"a": 1}] * 3)
     two = write_jsonl(tmp_path / "train-2.jsonl", [{"a": 2}] * 3)
     folder = load_rows(str(tmp_path))
-    assert row_place(folder, 2) == f"{one}: row 3"
-    assert row_place(folder, 4) == f"{two}: row 2"
+    assert row_location(folder, 2) == f"{one}: row 3"
+    assert row_location(folder, 4) == f"{two}: row 2"
     capped = load_rows(f"{one},{two}", max_samples=2)
-    assert row_place(capped, 1) == f"{one}: row 2"
+    assert row_location(capped, 1) == f"{one}: row 2"
     both = load_rows(f"{tmp_path},{two}", max_samples=5)
     assert [row["a"] for row in both] == [1, 1, 1, 2, 2]
-    assert row_place(both, 4) == f"{two}: row 2"
+    assert row_location(both, 4) == f"{two}: row 2"
 
 
 def test_blended_rows_are_named_by_their_own_file(tmp_path):
@@ -422,7 +422,7 @@ def test_blended_rows_are_named_by_their_own_file(tmp_path):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"a": i} for i in range(9)]) for name in "ab"
     )
     blend = load_rows(f"{one},{two}", probs="0.6,0.4", max_samples=7)
-    places = [row_place(blend, i) for i in range(7)]
+    places = [row_location(blend, i) for i in range(7)]
     assert [int(place.rpartition(" ")[2]) - 1 for place in places] == list(blend["a"])
     assert {place.rpartition(":")[0] for place in places} == {str(one), str(two)}
 

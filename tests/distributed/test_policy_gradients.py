@@ -223,12 +223,11 @@ def spoiled(worker: ModelWorker) -> str:
     [good] = own_steps(worker, 64)
     step, version = good, worker.weight_version
     if worker.strategy.topology.dp_rank == worker.strategy.topology.dp_size - 1:
-        experience = step.experience
-        huge = torch.full_like(experience.rollout_logprobs, torch.inf)
-        step = replace(step, experience=replace(experience, advantages=huge, returns=huge))
+        huge = torch.full_like(step.samples.rollout_logprobs, torch.inf)
+        step = replace(step, samples=replace(step.samples, advantages=huge, returns=huge))
     skip = worker.fit([step, good]).skip
     assert (skip.done, skip.left, worker.weight_version) == (0, 1, version)
-    whole = worker.fit([good], None)
+    whole = worker.fit([good], num_done=1)
     assert whole.skip is None and worker.updates_done() == 2
     assert worker.weight_version == version + isinstance(worker, PolicyModelActor)
     values = whole.metrics.values()

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -65,6 +66,43 @@ def test_an_aborted_request_is_sampled_no_more_and_the_others_are(engine, model)
     assert kept.result(30)[0].token_ids == greedy(model, 24)
     assert lost.cancelled() and lost_too.cancelled()
     assert not engine.llm.has_unfinished_requests() and not engine.is_busy
+
+
+def test_what_is_sampled_of_unfinished_responses_can_be_told_in_parts(engine) -> None:
+    num_told: dict[tuple[str, int], int] = {}
+    told: dict[tuple[str, int], Completion] = {}
+    ends = tuple(range(6, 14))  # of 260 ids: most of the samples end before the last one does
+    asked = [
+        request(num_samples=6, max_new_tokens=200, seed=1, stop_token_ids=ends),
+        request(max_new_tokens=60),
+    ]
+    asked = [replace(each, request_id=f"r{k}") for k, each in enumerate(asked)]
+    step, calls = engine._step, []
+
+    def step_and_tell() -> None:
+        step()
+        if len(calls) % 7 == 6:
+            for name, sample, part in engine.new_beginnings(num_told):
+                own = told.get((name, sample))
+                told[name, sample] = own.followed_by(part) if own else part
+        calls.append(None)
+
+    engine._step = step_and_tell
+    try:
+        found = engine.generate(asked)
+    finally:
+        engine._step = step
+    assert {name for name, _ in told} == {"r0", "r1"}
+    assert {begun.finish_reason for begun in told.values()} == {"", "stop"}
+    for (name, sample), begun in told.items():
+        whole = found[int(name[1])][sample]
+        count = len(begun.token_ids)
+        assert count > 0 and begun.finish_reason in ("", whole.finish_reason)
+        assert not begun.finish_reason or count == len(whole.token_ids)
+        assert begun.token_ids == whole.token_ids[:count]
+        assert begun.logprobs == whole.logprobs[:count]
+        assert begun.token_versions == whole.token_versions[:count]
+    assert engine.new_beginnings(num_told) == [] and num_told == {}
 
 
 def three_updates(engine: VLLMEngine, trained) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from openrlhf.cli import train_ppo_ray
 from openrlhf.commands import train_rl
+from openrlhf.rollout.engine_pool import Dispatcher
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ray import vllm_engine
@@ -105,14 +106,19 @@ def test_a_run_goes_on_with_new_engines_in_place_of_lost_ones(
 
 
 class FailingEngine(LLMRayActor):
-    """Its device fails in a forward pass, but not that of the engine in its place."""
+    """It tells of its tokens, and its device fails in a forward pass, but not that of the engine in
+    its place.
+    """
 
     def ready(self) -> str:
         address, step = super().ready(), self.llm.step
 
         def run() -> Any:
-            if self.settings["seed"] == SEED and self.num_steps == 50:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if self.settings["seed"] == SEED:
+                if self.num_steps == 50:
+                    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+                time.sleep(0.1)  # its health is asked for meanwhile
+                self._kept_at = 0.0
             return step()
 
         self.llm.step = run
@@ -127,10 +133,20 @@ def test_a_run_goes_on_with_a_new_engine_in_place_of_one_whose_device_fails(
     capfd: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.setattr(vllm_engine, "LLMRayActor", FailingEngine)
+    num_kept: list[int] = []
+    rest = Dispatcher._rest
+
+    async def count(self: Dispatcher, request: Any, k: int, begun: Any, home: Any) -> Any:
+        num_kept.append(len(begun.token_ids))
+        return await rest(self, request, k, begun, home)
+
+    monkeypatch.setattr(Dispatcher, "_rest", count)
     flags = f"{FLAGS} --advantage_estimator group_norm --init_kl_coef 0 --vllm_num_engines 2"
     train_ppo_ray.main(argv("", sizes=f"{flags} --seed {SEED}", **given))
     check(faults, given)
     assert [engine.num_starts for engine in faults.trainers[0].engines] == [2, 1]
+    # The log-probs of the others' tokens were the trainer's, too: `check` has compared them.
+    assert len(num_kept) == 4 and min(num_kept) >= 10
     said = " ".join(capfd.readouterr().err.split())
     assert "vLLM engine is down: CUDA error: an illegal memory access was encountered" in said
 

@@ -121,7 +121,7 @@ def act(model, processor, folder, code, images=(WIDE,)):
         rollouts = agents.generate_samples([prompt], sampling, tag="step1").rollouts
     assert largest_gap(model, rollouts, 1.0, processor) < 1e-5
     for rollout in rollouts:
-        processor.places(rollout.token_ids.tolist(), rollout.images)  # each has its places
+        processor.placeholders(rollout.token_ids.tolist(), rollout.images)  # each has its places
     return rollouts
 
 

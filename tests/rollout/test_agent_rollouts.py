@@ -190,7 +190,7 @@ def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
     assert sum(step.num_samples for step in steps) == 6
     assert sum(step.num_tokens for step in steps) == len(experience.rollout_logprobs)
     for step in steps:
-        ids = experience.episode_ids[step.experience.sample_indices].tolist()
+        ids = experience.episode_ids[step.samples.sample_indices].tolist()
         assert all(ids.count(i) == len(experience.episodes[i]) for i in ids)
 
 

@@ -67,6 +67,94 @@ def test_what_a_lost_engine_had_is_sampled_by_another_once() -> None:
     asyncio.run(run())
 
 
+def letters(text: str, version: int = 3, reason: str = "") -> Completion:
+    """A token for each letter, with log-probs that tell them apart."""
+    ids = tuple(map(ord, text))
+    return Completion(ids, tuple(-float(i) for i in ids), reason, version)
+
+
+def test_a_response_is_its_beginnings_and_its_rest_with_the_versions_of_each() -> None:
+    whole = letters("ab", 3).followed_by(letters("c", 4)).followed_by(letters("de", 4, "stop"))
+    assert (whole.token_ids, whole.logprobs) == (
+        letters("abcde").token_ids,
+        letters("abcde").logprobs,
+    )
+    assert (whole.finish_reason, whole.token_versions) == ("stop", (3, 3, 4, 4, 4))
+    assert whole.after(0) == whole
+    for num_tokens in range(1, 6):
+        rest = whole.after(num_tokens)
+        assert rest.token_versions == whole.token_versions[num_tokens:]
+        assert whole.token_ids[num_tokens:] == rest.token_ids
+    assert whole.after(2).version_starts == () and letters("ab").followed_by(
+        letters("c")
+    ) == letters("abc")
+
+
+class Speller(Engine):
+    """Samples the letters of a text; it is lost when it has told of some of them."""
+
+    def __init__(self, told: dict[int, Completion] | None = None, version: int = 3) -> None:
+        super().__init__()
+        self.told, self.version = told, version
+        self.asked: list[GenerationRequest] = []
+
+    async def sample(self, request: GenerationRequest) -> list[Completion]:
+        self.asked.append(request)
+        if self.told is not None:
+            self.is_lost, error = True, LostEngineError("vllm-0 died")
+            error.made, self.told = self.told, None
+            raise error
+        num_known = len(request.prompt_token_ids) - 2
+        text = "hello"[num_known:][: request.sampling.max_new_tokens]
+        return [letters(text, self.version, "stop")] * request.sampling.num_samples
+
+
+def spelled(
+    engines: list[Engine], *, may_mix: bool = False, **sampling: object
+) -> list[Completion]:
+    settings = SamplingSettings(num_samples=3, max_new_tokens=5, **sampling)
+    request = GenerationRequest("step1/7", (1, 2), settings)
+    return asyncio.run(Dispatcher(engines, may_mix=may_mix).sample(request, home=0))
+
+
+def test_what_is_known_of_a_lost_response_is_not_sampled_again() -> None:
+    told = {0: letters("hel"), 2: letters("hello", reason="length")}
+    lost, up = Speller(told), Speller()
+    found = spelled([lost, up], seed=5)
+    assert [each.token_ids for each in found] == [letters("hello").token_ids] * 3
+    assert [each.finish_reason for each in found] == ["stop", "stop", "length"]
+    first, second = up.asked  # the third one was whole
+    assert first.prompt_token_ids == (1, 2, *letters("hel").token_ids)
+    assert (first.sampling.max_new_tokens, first.sampling.num_samples) == (2, 1)
+    assert (second.prompt_token_ids, second.sampling.seed) == ((1, 2), 6)
+    assert first.sampling.seed not in (5, 6, 7)
+    assert {first.request_id, second.request_id} == {"step1/7/0", "step1/7/1"}
+
+
+def test_engines_may_be_lost_one_after_the_other_in_the_middle_of_a_response() -> None:
+    engines = [Speller({k: letters("h") for k in range(3)}), Speller({0: letters("el")}), Speller()]
+    found = spelled(engines)
+    assert [each.token_ids for each in found] == [letters("hello").token_ids] * 3
+
+
+@pytest.mark.parametrize(("may_mix", "versions"), [(True, (3, 4, 4, 4, 4)), (False, (4,) * 5)])
+def test_a_response_is_of_several_policies_only_where_that_is_allowed(
+    may_mix: bool, versions: tuple[int, ...]
+) -> None:
+    engines = [Speller({k: letters("h") for k in range(3)}), Speller(version=4)]
+    assert {each.token_versions for each in spelled(engines, may_mix=may_mix)} == {versions}
+
+
+def test_a_response_that_a_text_ends_is_sampled_anew_and_greedy_ones_once() -> None:
+    told = {0: letters("hel")}
+    up = Speller()
+    assert len(spelled([Speller(told), up], stop=("lo",))) == 3
+    assert [each.prompt_token_ids for each in up.asked] == [(1, 2)]
+    up = Speller()
+    assert len(spelled([Speller(told), up], temperature=0.0)) == 3
+    assert [len(each.prompt_token_ids) for each in up.asked] == [5]
+
+
 def test_an_engine_that_waits_for_a_lost_rank_is_not_waited_for() -> None:
     async def run() -> None:
         lost, up = Engine(), Engine()

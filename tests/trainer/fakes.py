@@ -167,7 +167,7 @@ class EndsAt(Callback):
 class Prompts(list):
     """Prompts of a file without a name."""
 
-    def row_place(self, row_id: int) -> str:
+    def row_location(self, row_id: int) -> str:
         return f"row {row_id + 1}"
 
 

@@ -80,7 +80,7 @@ def test_a_share_is_pickled_as_its_own_samples_alone() -> None:
     [everything] = whole.cut([range(len(whole))])
     assert len(sent) < len(pickle.dumps(everything)) / 4
     [step] = pickle.loads(sent)
-    assert sorted(step.experience.group_ids.tolist()) == first.samples.group_ids.tolist()
+    assert sorted(step.samples.group_ids.tolist()) == first.samples.group_ids.tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -146,8 +146,8 @@ def test_images_stay_with_their_samples_and_a_prompt_s_samples_carry_them_once()
     assert pickle.loads(sent)[0].images == whole.images
     for share in planned_shares(whole, 2, train_batch_size=3, max_epochs=2, seed=0):
         for step in share:
-            numbers = step.experience.group_ids.tolist()
-            assert step.experience.images == tuple(samples[k].images for k in numbers)
+            numbers = step.samples.group_ids.tolist()
+            assert step.samples.images == tuple(samples[k].images for k in numbers)
 
 
 def test_tokens_of_images_cost_twice() -> None:

@@ -104,11 +104,11 @@ def test_models_with_gpus_of_their_own_are_updated_at_once(
 def test_updates_that_are_skipped_are_said_and_those_behind_them_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    calls: list[tuple[str, int, bool]] = []
+    calls: list[tuple[str, int]] = []
     skips = {("actor", 0): Skip(1, 2, "the loss is nan"), ("actor", 2): Skip(3, 0, "it is inf")}
 
     def start_update(*args: object, role: str, num_done: int, **options: object) -> Any:
-        calls.append((role, num_done, options["columns"] is None))
+        calls.append((role, num_done))
         return lambda: [UpdateResult(Metrics(), skip=skips.get((role, num_done)))] * 2
 
     kept: list[str] = []
@@ -118,7 +118,7 @@ def test_updates_that_are_skipped_are_said_and_those_behind_them_made(
     dump = trainer.dump_of([], 7)
     monkeypatch.setattr(dump, "keep_failed", kept.append)
     results = trainer._update(["critic", "actor"], None, dump)
-    assert calls == [("critic", 0, False), ("actor", 0, False), ("actor", 2, True)]
+    assert calls == [("critic", 0), ("actor", 0), ("actor", 2)]
     assert results["critic"][0].skip is None and results["actor"][0].skip.done == 3
     said = " ".join(capsys.readouterr().err.split())
     for why in ("the loss is nan", "it is inf"):

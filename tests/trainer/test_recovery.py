@@ -285,7 +285,7 @@ def test_an_engine_that_hangs_while_it_loads_is_lost(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launcher.ray, "get", get)
     placed: list[object] = []
     ready = SimpleNamespace(remote=lambda method: method)
-    engine = RayEngine("vllm-0", place=placed.append, restart_timeout_s=900.0)
+    engine = RayEngine("vllm-0", wait_placed=placed.append, restart_timeout_s=900.0)
     engine.handle = SimpleNamespace(run=ready)
     with pytest.raises(LostEngineError, match="vllm-0 did not respond in 900 s"):
         engine.ready_again()

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import ray
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import EngineError, LostRankError
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.errors import EngineError, LostEngineError, LostRankError
 from openrlhf.trainer.ray import launcher, vllm_engine, watch
 from openrlhf.trainer.ray.vllm_engine import LLMRayActor, RayEngine
-from openrlhf.trainer.ray.watch import Watch, Watched, WatchedRank
+from openrlhf.trainer.ray.watch import Watch, Watched, WatchedEngine, WatchedRank
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils.progress import Health
@@ -233,6 +235,38 @@ def test_a_rank_whose_states_do_not_move_is_quiet(method: Any) -> None:
     assert seen.quiet.seconds == 2.0 and " while moving states of the policy " in seen.describe()
     seen.hear(rank.health(), 2.0)
     assert seen.quiet.seconds == 0.0
+
+
+def test_tokens_of_requests_in_flight_are_kept_and_those_of_a_lost_engine_come_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def died(*_: object, **__: object) -> None:
+        raise LostEngineError("vllm-0 died")
+
+    def part(*token_ids: int) -> Completion:
+        return Completion(token_ids, (-0.5,) * len(token_ids), "", 3)
+
+    reply: Future[None] = Future()
+    reference = SimpleNamespace(future=lambda: reply)
+    actor = SimpleNamespace(sample=SimpleNamespace(remote=lambda _: reference))
+    engine = RayEngine("vllm-0", handle=actor, on_lost=lambda *_: None)
+    monkeypatch.setattr(vllm_engine, "get", died)
+    seen = WatchedEngine(engine, 300.0)
+
+    async def run() -> None:
+        asked = GenerationRequest("step1/7", (1, 2), SamplingSettings(num_samples=2))
+        work = asyncio.ensure_future(engine.sample(asked))
+        await asyncio.sleep(0)
+        for num_done, told in enumerate(([("step1/7", 1, part(5)), ("gone", 0, part(9))], [], [])):
+            seen.hear(Health("generating", num_done // 2, None, 7, told), 2.0)
+        seen.hear(Health("generating", 1, None, 7, [("step1/7", 1, part(6, 8))]), 2.0)
+        assert seen.quiet.seconds == 2.0  # what it tells of is no progress by itself
+        reply.set_exception(ray.exceptions.ActorDiedError())
+        with pytest.raises(LostEngineError) as lost:
+            await work
+        assert lost.value.made == {1: part(5, 6, 8)} and not engine.made
+
+    asyncio.run(run())
 
 
 def test_an_engine_in_place_of_a_lost_one_has_its_start_to_take_a_call(

@@ -227,7 +227,7 @@ class Place(HostMemory):
         self.name = place
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return self.name
 
 

@@ -151,9 +151,9 @@ def test_runs_of_placeholders_are_those_of_the_pictures(folder, ids):
     """Two pictures of one token and of two have a run each."""
     processor = ImageProcessor.load(folder)
     pictures = [read_picture(tiny_vision.noise(28, 28 * size)) for size in (1, 2)]
-    assert processor.places([8, 5, 8, 8], pictures) == [[0], [2, 3]]
+    assert processor.placeholders([8, 5, 8, 8], pictures) == [[0], [2, 3]]
     with pytest.raises(PictureError, match="places for images"):
-        processor.places(ids, pictures)
+        processor.placeholders(ids, pictures)
 
 
 @pytest.mark.parametrize("kind", ["internvl", "idefics3"])
@@ -162,12 +162,12 @@ def test_marks_between_placeholders_are_those_of_the_pictures(kind, tmp_path):
     processor = ImageProcessor.load(str(tiny_vision.make(kind, tmp_path)))
     pictures = [read_picture(tiny_vision.noise(112, 112))] * 2
     ids = processor.expand([5, 8, 8, 6], pictures)
-    first, second = processor.places(ids, pictures)
+    first, second = processor.placeholders(ids, pictures)
     assert len(first) == len(second) == 20 and first[-1] < second[0]
     assert [k for k, token_id in enumerate(ids) if token_id == 8] == [*first, *second]
     for others in ([*ids[: first[0]], *ids[first[0] + 1 :]], ids[2:], [*ids, 8], ids[:-9]):
         with pytest.raises(PictureError, match="places for images"):
-            processor.places(others, pictures)
+            processor.placeholders(others, pictures)
 
 
 @pytest.mark.parametrize("kind", ["internvl", "idefics3", "smolvlm"])

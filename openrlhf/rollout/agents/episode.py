@@ -90,7 +90,7 @@ class Segment:
     weight_versions: list[int] = field(default_factory=list)  # A
     num_turns: int = 0
     is_truncated: bool = False
-    images: tuple[Picture, ...] = ()  # that the tokens have places for, in order
+    images: tuple[Picture, ...] = ()  # whose placeholders the tokens have, in order
 
     def begins(self, prompt_token_ids: Sequence[int], images: Sequence[Picture]) -> bool:
         """Return True if a prompt begins with these tokens and shows the same images there."""
@@ -148,7 +148,7 @@ class Episode:
         self.segments: list[Segment] = []
         self.answers: list[object] = []  # put into the result queue
         self.engine_error: EngineError | None = None  # ends the run, whatever user code makes of it
-        self.images = [*request.prompt.images]  # that prompts may have places for, in order
+        self.images = [*request.prompt.images]  # whose placeholders prompts may have, in order
         self.sessions: list[object] = []  # of clients; they live as long as the episode
         self.num_requests = 0
         self.is_closed = False
@@ -326,13 +326,13 @@ class TextCodec:
         if text == prompt.prompt_text:
             return list(prompt.prompt_token_ids)
         ids = self.encoder.encode_prompt(text)
-        return self.expanded(ids, episode.images[: self.num_places(ids)])
+        return self.expanded(ids, episode.images[: self.num_placeholders(ids)])
 
     def encode_continuation(self, text: str, images: Sequence[Picture] = ()) -> list[int]:
         """Return the ids of text that follows other text: no BOS, no prefix space."""
         return self.expanded(self.encoder.encode_segments([_PLAIN_START, text])[1], images)
 
-    def num_places(self, token_ids: Sequence[int]) -> int:
+    def num_placeholders(self, token_ids: Sequence[int]) -> int:
         """Return the number of ids that stand for an image, or for a part of one."""
         return 0 if self.processor is None else [*token_ids].count(self.processor.image_token_id)
 
@@ -345,22 +345,23 @@ class TextCodec:
         try:
             return self.processor.expand(token_ids, images)
         except PictureError as error:
-            place = self.tokenizer.convert_ids_to_tokens(self.processor.image_token_id)
-            raise BadAnswerError(f"{error}. Write one {place} for each image.") from error
+            token = self.tokenizer.convert_ids_to_tokens(self.processor.image_token_id)
+            raise BadAnswerError(f"{error}. Write one {token} for each image.") from error
 
     def images_in(self, token_ids: Sequence[int], images: Sequence[Picture]) -> list[Picture]:
-        """Return the first of these images that expanded ids have places for."""
-        num_left, found = self.num_places(token_ids), []
+        """Return the first of these images whose placeholders expanded ids have."""
+        num_left, found = self.num_placeholders(token_ids), []
         for image in images if num_left else ():
-            assert self.processor is not None, "there are places"
+            assert self.processor is not None, "there are placeholders"
             found.append(image)
             num_left -= self.processor.num_tokens(image)
             if num_left <= 0:
                 break
         if num_left:
             raise BadAnswerError(
-                f"the prompt has {self.num_places(token_ids)} tokens of images, and the images of "
-                f"the episode do not fill them. Give {{'multi_modal_data': {{'image': [...]}}}}."
+                f"the prompt has {self.num_placeholders(token_ids)} tokens of images, and the "
+                "images of the episode do not fill them. Give {'multi_modal_data': {'image': "
+                "[...]}}."
             )
         return found
 
@@ -460,7 +461,7 @@ class AgentEngine:
         if images is not None:
             encode = self._codec.encoder.encode_prompt
         ids, text = prompt_ids_of(wanted, encode)
-        if images is not None and self._codec.num_places(ids) == len(images):
+        if images is not None and self._codec.num_placeholders(ids) == len(images):
             ids = self._codec.expanded(ids, images)
         return PendingTurn(self._generate(episode, ids, text, sampling_params, images))
 

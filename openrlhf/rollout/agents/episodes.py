@@ -72,13 +72,13 @@ def checked_images(
     token_ids: Sequence[int], sent: Sequence[Picture], setup: AgentSetup, problem: str
 ) -> tuple[Picture, ...]:
     """Return the images that a process sent in base64; raise AgentError for those that are not what
-    they say, or have no places in the ids.
+    they say, or have no placeholders in the ids.
     """
     processor = setup.image_processor
     try:
         images = tuple(_decoded(image.data) for image in sent)
         if processor is not None:
-            processor.places(token_ids, images)
+            processor.placeholders(token_ids, images)
     except PictureError as error:
         raise AgentError(f"{problem}: {error}", "bad_answer") from error
     if images and processor is None:
@@ -203,7 +203,7 @@ class AgentEpisodes:
         self.tokenizer = setup.tokenizer
         self.policy = policy
         self.may_mix = setup.may_mix
-        sample = Dispatcher(engines).sample
+        sample = Dispatcher(engines, may_mix=setup.may_mix).sample
         self.workers = [AgentWorker(setup, partial(sample, home=k)) for k in range(len(engines))]
 
     async def start(self) -> None:

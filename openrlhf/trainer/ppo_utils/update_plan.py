@@ -35,7 +35,7 @@ class UpdateStep:
     Example: samples 0 and 3 of 8, with `num_tokens` 812 and `num_samples` 8 of all ranks.
     """
 
-    experience: Samples
+    samples: Samples
     num_tokens: int  # sampled tokens of the whole optimizer step, all ranks
     num_samples: int  # samples of the whole optimizer step, all ranks
     num_steps: int = 1  # optimizer steps of this rollout batch
@@ -171,11 +171,11 @@ def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs:
 
 def without_zero_advantages(step: UpdateStep) -> UpdateStep:
     """Leave out samples that cannot move the policy: every advantage exactly zero."""
-    experience = step.experience
-    assert experience.advantages is not None, "advantages are not known yet"
-    parts = experience.advantages.split(experience.num_actions.tolist())
+    advantages = step.samples.advantages
+    assert advantages is not None, "advantages are not known yet"
+    parts = advantages.split(step.samples.num_actions.tolist())
     busy = [index for index, part in enumerate(parts) if bool((part != 0).any())]
-    return replace(step, experience=experience.select(busy))
+    return replace(step, samples=step.samples.select(busy))
 
 
 def mix_texts(

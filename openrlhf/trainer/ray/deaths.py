@@ -85,8 +85,8 @@ def death_of_worker(text: str, who: str, log: str) -> str:
         how = f"was ended by {CRASHES[crash[1]].name}" if crash[1] in CRASHES else crash[1]
     elif not how:
         pid, how = pid and f"{pid}:", text.splitlines()[-1].strip()
-    place = f" on node {node[1]}" if node and " on node " not in who else ""
-    return f"{who}{place} died: {f'{pid} {how}'.strip()}{last_lines(file)}"
+    where = f" on node {node[1]}" if node and " on node " not in who else ""
+    return f"{who}{where} died: {f'{pid} {how}'.strip()}{last_lines(file)}"
 
 
 def pid_in(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import ray
 
 from openrlhf.config.generation import AgentsConfig
-from openrlhf.engines.base import Completion, GenerationRequest, Result, WeightBucket
+from openrlhf.engines.base import (
+    Beginning,
+    Completion,
+    GenerationRequest,
+    Result,
+    WeightBucket,
+)
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
 from openrlhf.errors import LostEngineError, LostRankError
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
@@ -18,7 +25,9 @@ from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.framework_logs import redirect_framework_logs, with_last_lines
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.progress import Health
+from openrlhf.utils.threads import errors_to
 
+KEEP_EVERY_S = 10.0  # the tokens of unfinished responses, for another engine if this one is lost
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
 # Calls that wait for nobody else, and what is said of one that does not end.
 OWN_WORK = {
@@ -39,6 +48,9 @@ class LLMRayActor(VLLMEngine):
     ) -> None:
         self.settings, self.processor = settings, processor
         self.name, self.run_dir = name, run_dir
+        self._made: list[Beginning] = []  # for `health`
+        self._num_kept: dict[tuple[str, int], int] = {}  # tokens of each sample
+        self._kept_at = time.monotonic()
 
     is_started = False
     own_work: str | None = None  # that goes on now
@@ -55,7 +67,16 @@ class LLMRayActor(VLLMEngine):
     def health(self) -> Health:
         """Return the progress of the engine; a step is a forward pass."""
         work = self.own_work or ("generating" if self.is_busy else None)
-        return Health(work, self.num_steps, None, os.getpid())
+        made, self._made = self._made, []
+        return Health(work, self.num_steps, None, os.getpid(), made)
+
+    def _step(self) -> None:
+        """Do a step; now and then, keep what it has made for `health` to tell of."""
+        super()._step()
+        if time.monotonic() - self._kept_at > KEEP_EVERY_S:
+            with errors_to(self._fail):
+                self._made = [*self._made, *self.new_beginnings(self._num_kept)]
+            self._kept_at = time.monotonic()
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket, which may lie in Ray's object store."""
@@ -89,7 +110,7 @@ class RayEngine:
     # Return a new actor, given how many there were.
     make: Callable[[int], Any] | None = field(default=None, compare=False)
     # Wait until a new actor in place of a lost one has a node and a process.
-    place: Callable[[Any], None] | None = field(default=None, compare=False)
+    wait_placed: Callable[[Any], None] | None = field(default=None, compare=False)
     restart_timeout_s: float = field(default=CALL_TIMEOUT_S, compare=False)
     handle: Any = field(default=None, compare=False)
     node: str = field(default="", compare=False)  # address of its node; empty until it is up
@@ -101,11 +122,13 @@ class RayEngine:
     # While it is lost: the rank that is to be started again before it can have weights.
     waits_for: LostRankError | None = field(default=None, compare=False)
     requests: set[str] = field(default_factory=set, compare=False)  # in flight, by name
+    # Of these: what the actor has told of, by sample.
+    made: dict[str, dict[int, Completion]] = field(default_factory=dict, compare=False)
     _failure: BaseException | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"make": None, "place": None, "on_lost": None, "waits_for": None, "requests": set()}
-        return vars(self) | own
+        own = dict.fromkeys(("make", "wait_placed", "on_lost", "waits_for"))
+        return vars(self) | own | {"requests": set(), "made": {}}
 
     @property
     def who(self) -> str:
@@ -143,8 +166,8 @@ class RayEngine:
         """Wait until an actor in place of a lost one is up; raise LostEngineError if that takes too
         long.
         """
-        assert self.place is not None
-        self.place(self.handle)
+        assert self.wait_placed is not None
+        self.wait_placed(self.handle)
         self.ready(self.restart_timeout_s)
 
     def kill(self) -> None:
@@ -182,11 +205,27 @@ class RayEngine:
     async def sample(self, request: GenerationRequest) -> list[Completion]:
         if not self.is_up:
             raise LostEngineError(f"{self.who} is not up")
-        self.requests.add(request.request_id)
+        name = request.request_id
+        self.requests.add(name)
         try:
             return await self._sample(request)
+        except LostEngineError as error:
+            error.made = self.made.get(name, {})
+            raise
         finally:
-            self.requests.remove(request.request_id)
+            self.requests.remove(name)
+            self.made.pop(name, None)
+
+    def beginnings(self) -> list[Completion]:
+        """Return what the actor has told of, for all requests that are in flight."""
+        return [each for own in [*self.made.values()] for each in [*own.values()]]
+
+    def keep(self, made: Sequence[Beginning]) -> None:
+        """Keep what the actor has told of, for requests that are in flight."""
+        for name, sample, part in made:
+            if name in self.requests:
+                own = self.made.setdefault(name, {})
+                own[sample] = own[sample].followed_by(part) if sample in own else part
 
     async def _sample(self, request: GenerationRequest) -> list[Completion]:
         actor = self.handle
@@ -228,11 +267,11 @@ def create_vllm_engines(
             own = dict(settings, seed=settings["seed"] + index + len(slots) * num_starts)
             return start_actor(LLMRayActor, (own, processor, name, run_dir), options)
 
-        def place(handle: Any) -> None:
+        def wait_placed(handle: Any) -> None:
             wait_for_node(handle, slot, name, limits, lost=LostEngineError)
 
         log, limit_s = f"{run_dir}/logs/{name}", limits.restart_timeout_s
-        return RayEngine(name, log, make=make, place=place, restart_timeout_s=limit_s)
+        return RayEngine(name, log, make=make, wait_placed=wait_placed, restart_timeout_s=limit_s)
 
     engines = [engine_of(index, slot) for index, slot in enumerate(slots)]
     for engine in engines:

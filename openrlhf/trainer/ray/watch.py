@@ -137,6 +137,12 @@ class WatchedEngine(WatchedActor):
         super().__init__(f"engine {engine.who}", engine.handle, deadline_s, "--engine_timeout_s")
         self.engine, self.log = engine, engine.log
 
+    def hear(self, health: Health | None, seconds: float) -> None:
+        if health is not None:
+            self.engine.keep(health.made)
+            health = health._replace(made=())
+        super().hear(health, seconds)
+
     def present(self) -> tuple[Any, str]:
         engine = self.engine
         return None if engine.is_lost else engine.handle, f"engine {engine.who}"

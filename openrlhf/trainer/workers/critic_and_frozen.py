@@ -37,23 +37,23 @@ class CriticModelActor(TrainedWorker):
         critic = CriticModel(add_lora(model, config.ds.lora))
         return self.prepare(critic, config.critic, num_updates)
 
-    def compute_values(self, experience: Samples) -> Tensor:
+    def compute_values(self, samples: Samples) -> Tensor:
         """Return values (N,) before each sampled token of the share."""
-        return self.forward_in_micro_batches(experience, self.engine, what="values")
+        return self.forward_in_micro_batches(samples, self.engine, what="values")
 
     def compute_loss(
-        self, batch: PackedBatch, experience: Samples, step: UpdateStep, metrics: Metrics
+        self, batch: PackedBatch, samples: Samples, step: UpdateStep, metrics: Metrics
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the clipped value loss ()."""
         values_N = self.engine(batch)
-        assert experience.values is not None and experience.returns is not None
+        assert samples.values is not None and samples.returns is not None
         loss_N = value_loss(
             values_N,
-            experience.values,
-            returns_N=experience.returns,
+            samples.values,
+            returns_N=samples.returns,
             clip=self.config.critic.value_clip,
         )
-        loss = self.aggregated(loss_N, experience, step)
+        loss = self.aggregated(loss_N, samples, step)
         metrics.add("critic_loss", loss.double() / step.num_steps, reduction="sum")
         return loss, {"new_values": values_N, "value_loss": loss_N}
 
@@ -72,11 +72,11 @@ class ReferenceModelActor(ModelWorker):
         self.engine = self.strategy.prepare_eval(Actor(model), offload=config.ref.offload)
         return num_parameters
 
-    def compute_logprobs(self, experience: Samples) -> Tensor:
+    def compute_logprobs(self, samples: Samples) -> Tensor:
         """Return log-probs (N,) of the share's sampled tokens, at the sampling temperature."""
         temperature = self.config.rollout.temperature
         return self.forward_in_micro_batches(
-            experience,
+            samples,
             lambda batch: self.engine(batch, temperature=temperature).logprobs,
             what="log-probs of the reference",
         )
@@ -116,8 +116,8 @@ class RewardModelActor(ModelWorker):
         self.engine = self.strategy.prepare_eval(model, offload=config.reward.offload)
         return num_parameters
 
-    def compute_rewards(self, experience: Samples) -> Tensor:
+    def compute_rewards(self, samples: Samples) -> Tensor:
         """Return rewards (B,) of the share's samples, read at their last token."""
         return self.forward_in_micro_batches(
-            experience, lambda batch: self.engine(batch).scores, what="rewards"
+            samples, lambda batch: self.engine(batch).scores, what="rewards"
         )

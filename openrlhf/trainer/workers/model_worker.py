@@ -144,24 +144,24 @@ class ModelWorker:
 
     @torch.no_grad()
     def forward_in_micro_batches(
-        self, experience: Samples, forward: Callable[[PackedBatch], Tensor], *, what: str
+        self, samples: Samples, forward: Callable[[PackedBatch], Tensor], *, what: str
     ) -> Tensor:
         """Run `forward` over a share and lay the results end to end in its order, on the CPU;
         `what` names them on a bar.
         """
         size, budget = self.config.rollout.micro_batch_size, self.config.scoring_budget
-        parts = self.micro_batches(experience.costs.tolist(), size, budget)
+        parts = self.micro_batches(samples.costs.tolist(), size, budget)
         count = max(all_gather_object(len(parts)))
         outputs: list[Tensor] = []
         with self.working(what, count) as advance:
             for k in range(count):
-                batch = experience.select(parts[k]) if k < len(parts) else experience.stand_in()
+                batch = samples.select(parts[k]) if k < len(parts) else samples.stand_in()
                 row = batch.packed(self.image_processor).to(self.engine.device)
                 outputs.append(forward(row).cpu())
                 advance()
         if not parts:
             return torch.zeros(0)
-        return scatter_back(outputs[: len(parts)], parts, experience.num_actions)
+        return scatter_back(outputs[: len(parts)], parts, samples.num_actions)
 
 
 class TrainedWorker(ModelWorker):
@@ -183,7 +183,7 @@ class TrainedWorker(ModelWorker):
         if section.gradient_checkpointing_enable:
             model.gradient_checkpointing_enable(section.gradient_checkpointing_reentrant)
         num_parameters = sum(p.numel() for p in model.parameters())
-        self.model = model
+        self.model, self.notes = model, UpdateNotes(())
         self.engine = self.strategy.prepare_train(model, section, num_updates=num_updates)
         if self.has_own_process:
             pass_over_old_objects()
@@ -199,24 +199,26 @@ class TrainedWorker(ModelWorker):
         with self.working(f"moving states of the {self.title} to the device"):
             self.engine.reload_states()
 
-    def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] | None = ()) -> UpdateResult:
+    def fit(
+        self, steps: Sequence[UpdateStep], columns: Sequence[str] = (), num_done: int = 0
+    ) -> UpdateResult:
         """Make optimizer steps of a rollout batch on this rank's shares, until one is skipped;
-        return this rank's metrics and the columns of the loss that are asked for. `columns` None:
-        the last call ended at a skipped step; make the steps after it, and return what came of
-        both calls.
+        return this rank's metrics and the columns of the loss that are asked for. `num_done` steps
+        of the batch came before: if the last call ended at a skipped one, what came of that call is
+        in the result, too.
         """
-        if columns is None:
+        if num_done and self.notes.skip is not None:
             self.notes.pass_skip()
         else:
-            self.notes = UpdateNotes(columns)
+            self.notes = UpdateNotes(columns, num_done)
         notes, metrics = self.notes, self.notes.metrics
         self.engine.module.train()  # gradient checkpointing works in training mode only
-        num_done = 0
+        num_cut = 0
         with self.working(f"updating the {self.title}") as advance:
             for step_index, step in enumerate(steps):
                 parts = self._cut(step)
-                advance(0, num_done + (len(steps) - step_index) * len(parts))
-                num_done += len(parts)
+                advance(0, num_cut + (len(steps) - step_index) * len(parts))
+                num_cut += len(parts)
                 for index, (loss_of, indices) in enumerate(parts):
                     loss = loss_of(step, indices, notes)
                     self.engine.backward(loss, is_last_micro_batch=index == len(parts) - 1)
@@ -232,7 +234,8 @@ class TrainedWorker(ModelWorker):
         return notes.result()
 
     def updates_done(self) -> int:
-        """Return the optimizer steps that the last `fit` has made."""
+        """Return the optimizer steps of the last rollout batch that are in the weights, or were
+        skipped."""
         return self.notes.num_updates
 
     def _step(self, notes: "UpdateNotes") -> str:
@@ -264,19 +267,19 @@ class TrainedWorker(ModelWorker):
         every rank, with no indices where a rank has fewer than another.
         """
         size, budget = self.config.train.micro_batch_size, self.config.train.token_budget
-        samples = self.micro_batches(step.experience.costs.tolist(), size, budget)
+        parts = self.micro_batches(step.samples.costs.tolist(), size, budget)
         texts = self.micro_batches([len(token_ids) for token_ids in step.texts], size, budget)
         # A step without samples still is an optimizer step.
-        samples += [[]] * (max(1, *all_gather_object(len(samples))) - len(samples))
+        parts += [[]] * (max(1, *all_gather_object(len(parts))) - len(parts))
         texts += [[]] * (max(all_gather_object(len(texts))) - len(texts))
-        return [(self._sample_loss, s) for s in samples] + [(self._text_loss, t) for t in texts]
+        return [(self._sample_loss, p) for p in parts] + [(self._text_loss, t) for t in texts]
 
     def _sample_loss(self, step: UpdateStep, indices: list[int], notes: "UpdateNotes") -> Tensor:
-        own = step.experience.select(indices) if indices else step.experience.stand_in()
-        experience = own.to(self.engine.device)
+        own = step.samples.select(indices) if indices else step.samples.stand_in()
+        samples = own.to(self.engine.device)
         noted = notes.of_update if indices else Metrics()
-        row = experience.packed(self.image_processor).to(self.engine.device)
-        loss, columns = self.compute_loss(row, experience, step, noted)
+        row = samples.packed(self.image_processor).to(self.engine.device)
+        loss, columns = self.compute_loss(row, samples, step, noted)
         if not indices:
             return loss * 0.0
         notes.add(own.sample_indices.tolist(), columns)
@@ -292,7 +295,7 @@ class TrainedWorker(ModelWorker):
         return notes.checked(loss, "pre-training text") if indices else loss * 0.0
 
     def compute_loss(
-        self, batch: PackedBatch, experience: Samples, step: UpdateStep, metrics: Metrics
+        self, batch: PackedBatch, samples: Samples, step: UpdateStep, metrics: Metrics
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss () of a packed row, with the denominators of the step, and what it was
         made of, (N,), by name.
@@ -307,12 +310,12 @@ class TrainedWorker(ModelWorker):
         """Act on the weights after an optimizer step."""
 
     def aggregated(
-        self, values_N: Tensor, experience: Samples, step: UpdateStep, mode: str | None = None
+        self, values_N: Tensor, samples: Samples, step: UpdateStep, mode: str | None = None
     ) -> Tensor:
         """Return the part of a micro-batch in the step's mean of per-token values, ()."""
         return aggregate(
             values_N,
-            experience.num_actions,
+            samples.num_actions,
             mode=mode or self.config.algo.loss_aggregation,
             num_tokens_global=step.num_tokens,
             num_seqs_global=step.num_samples,
@@ -417,10 +420,10 @@ class UpdateNotes:
     those of its first epoch.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], num_updates: int = 0) -> None:
         self.metrics = Metrics()  # of the updates that were made
         self.of_update = Metrics()  # of the update under way
-        self.num_updates = 0
+        self.num_updates = num_updates  # of the rollout batch so far
         self.skip: Skip | None = None
         self.losses: list[tuple[Tensor, str]] = []  # of the step, and of what
         self.parts: dict[str, list[Tensor]] = {name: [] for name in names}

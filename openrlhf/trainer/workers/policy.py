@@ -92,19 +92,21 @@ class PolicyModelActor(TrainedWorker):
             self.average = WeightAverage(self.actor.model, self.config.train.ema_beta)
         return num_parameters
 
-    def compute_logprobs(self, experience: Samples) -> Tensor:
+    def compute_logprobs(self, samples: Samples) -> Tensor:
         """Return log-probs (N,) of the share's sampled tokens under the current weights."""
         return self.forward_in_micro_batches(
-            experience, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
+            samples, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
         )
 
-    def fit(self, steps: Sequence[UpdateStep], columns: Sequence[str] | None = ()) -> UpdateResult:
+    def fit(
+        self, steps: Sequence[UpdateStep], columns: Sequence[str] = (), num_done: int = 0
+    ) -> UpdateResult:
         actor = self.config.actor
         has_kl_loss = self.config.algo.kl.use_loss and any(step.kl_coef > 0 for step in steps)
         # With the coefficient 0 the entropy is a metric, and one of all samples.
         if not (has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0):
             steps = [without_zero_advantages(step) for step in steps]
-        result = super().fit(steps, columns)
+        result = super().fit(steps, columns, num_done)
         if result.skip is None or not result.skip.left:
             self.weight_version += 1
         return result
@@ -114,25 +116,25 @@ class PolicyModelActor(TrainedWorker):
             self.average.update()
 
     def compute_loss(
-        self, batch: PackedBatch, experience: Samples, step: UpdateStep, metrics: Metrics
+        self, batch: PackedBatch, samples: Samples, step: UpdateStep, metrics: Metrics
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the policy's loss (): clipped objective, KL term, entropy bonus."""
         config = self.config
         stats = self._stats(batch, with_entropy=config.actor.entropy_coef is not None)
-        old_N = experience.old_logprobs
+        old_N = samples.old_logprobs
         if old_N is None or step.num_steps == 1:  # on-policy: they are the current ones, exactly
             old_N = stats.logprobs.detach()
-        assert experience.advantages is not None
+        assert samples.advantages is not None
         terms = self.policy_loss(
             stats.logprobs,
             old_N,
-            advantages_N=experience.advantages,
-            num_actions_B=experience.num_actions,
+            advantages_N=samples.advantages,
+            num_actions_B=samples.num_actions,
             clip=self.clip,
         )
-        weights_N = self._importance_weights(old_N, experience, metrics)
+        weights_N = self._importance_weights(old_N, samples, metrics)
         loss_N = terms.loss_N * weights_N
-        loss = self._aggregate(loss_N, experience, step)
+        loss = self._aggregate(loss_N, samples, step)
         metrics.add("policy_loss", loss.double() / step.num_steps, reduction="sum")
         num_tokens = len(terms.loss_N)
         is_clipped = terms.is_clipped_N.float().mean()
@@ -141,7 +143,7 @@ class PolicyModelActor(TrainedWorker):
         metrics.add("ratio_max", terms.ratio_N.max(), reduction="max")
         columns = {"new_logprobs": stats.logprobs, "log_ratio": terms.log_ratio_N}
         columns |= {"is_clipped": terms.is_clipped_N, "loss": loss_N}
-        for term in self._other_terms(stats, old_N, experience, step, metrics, columns):
+        for term in self._other_terms(stats, old_N, samples, step, metrics, columns):
             loss = loss + term
         if stats.aux_loss is not None:
             aux_sum = (stats.aux_loss * batch.num_targets).sum()
@@ -157,12 +159,12 @@ class PolicyModelActor(TrainedWorker):
         return self.config.actor.ptx_coef * loss
 
     def _importance_weights(
-        self, old_N: Tensor, experience: Samples, metrics: Metrics
+        self, old_N: Tensor, samples: Samples, metrics: Metrics
     ) -> Tensor | float:
         """Return the weight of every token, 1 without a correction; note how far the engine was
         from the trainer, under --async_train for each staleness too.
         """
-        engine_N, num_tokens = experience.rollout_logprobs, len(old_N)
+        engine_N, num_tokens = samples.rollout_logprobs, len(old_N)
         columns = {
             "vllm_kl": kl_per_token(engine_N, old_N, estimator="k3"),
             "logprobs_diff": (old_N.float() - engine_N.float()).abs(),
@@ -173,14 +175,14 @@ class PolicyModelActor(TrainedWorker):
         columns["is_ratio"] = exp_of_log_ratio((old_N.float() - engine_N.float()).detach())
         weights_N: Tensor | float = 1.0
         if self.correction is not None:
-            found = importance_weights(self.correction, old_N, engine_N, experience.num_actions)
+            found = importance_weights(self.correction, old_N, engine_N, samples.num_actions)
             weights_N = found.weights_N
             columns |= {"is_ratio": found.ratio_N, "is_cut_ratio": found.is_cut_N.float()}
             metrics.add("is_cut_ratio", found.is_cut_N.float().mean(), weight=num_tokens)
             metrics.add("is_weight", found.weights_N.mean(), weight=num_tokens)
             metrics.add("is_ratio_max", found.ratio_N.max(), reduction="max")
         if self.config.train.async_enable:
-            staleness_N = self.weight_version - experience.weight_versions
+            staleness_N = self.weight_version - samples.weight_versions
             for staleness in staleness_N.unique().tolist():
                 for name, values_N in columns.items():
                     part = values_N[staleness_N == staleness]
@@ -191,7 +193,7 @@ class PolicyModelActor(TrainedWorker):
         self,
         stats: TokenStats,
         old_N: Tensor,
-        experience: Samples,
+        samples: Samples,
         step: UpdateStep,
         metrics: Metrics,
         columns: dict[str, Tensor],
@@ -199,22 +201,22 @@ class PolicyModelActor(TrainedWorker):
         """Yield the KL to the reference, which joins `columns`, and the entropy bonus, where the
         run has them.
         """
-        kl, ref_N = self.config.algo.kl, experience.ref_logprobs
+        kl, ref_N = self.config.algo.kl, samples.ref_logprobs
         if kl.use_loss and ref_N is not None:
             kl_N = kl_per_token(stats.logprobs, ref_N, estimator=kl.estimator)
             if kl.unbiased_gradient:
                 kl_N = with_reverse_kl_gradient(kl_N, stats.logprobs, old_N, ref_N)
             metrics.add("kl", kl_N.mean(), weight=len(kl_N))
             columns["kl"] = kl_N
-            yield step.kl_coef * self._aggregate(kl_N, experience, step)
+            yield step.kl_coef * self._aggregate(kl_N, samples, step)
         coef = self.config.actor.entropy_coef
         if coef is not None and stats.entropy is not None:
             metrics.add("entropy", stats.entropy.mean(), weight=len(stats.entropy))
             if coef:
-                yield -coef * self._aggregate(stats.entropy, experience, step)
+                yield -coef * self._aggregate(stats.entropy, samples, step)
 
-    def _aggregate(self, values_N: Tensor, experience: Samples, step: UpdateStep) -> Tensor:
-        return self.aggregated(values_N, experience, step, self.own_aggregation)
+    def _aggregate(self, values_N: Tensor, samples: Samples, step: UpdateStep) -> Tensor:
+        return self.aggregated(values_N, samples, step, self.own_aggregation)
 
     def _stats(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenStats:
         temperature = self.config.rollout.temperature

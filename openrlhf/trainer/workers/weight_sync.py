@@ -226,12 +226,14 @@ class HandleTransport(WeightTransport):
 
     is_opened = True
 
-    def connect(self) -> None:  # the first rank of each place, where engine workers are
-        is_first_here = all_gather_object(self.memory.place).index(self.memory.place) == rank()
+    def connect(self) -> None:  # the first rank of each node or GPU where engine workers are
+        is_first_here = (
+            all_gather_object(self.memory.location).index(self.memory.location) == rank()
+        )
         self.is_used = is_first_here and rank() < self.num_workers
 
     def address(self, data: Tensor) -> dict[str, Any]:
-        own = {self.memory.place: self._buffers[-1][1]} if self.is_used else {}
+        own = {self.memory.location: self._buffers[-1][1]} if self.is_used else {}
         return dict(ChainMap(*all_gather_object(own)))  # none goes on before all have filled theirs
 
 
@@ -289,7 +291,7 @@ def weight_route(
     device of its buckets.
 
     Two ranks of an NCCL group cannot share a GPU, so an engine that shares one with a rank of
-    another place receives gloo's broadcast.
+    another node receives gloo's broadcast.
     """
     vllm, cpu = config.vllm, torch.device("cpu")
     if vllm.sync_with_ray:
