@@ -163,6 +163,11 @@ class PreferenceDataset(TokenizedDataset):
         if not form.apply_chat_template or (prompt and self._is_rendered(row, prompt)):
             return [self._answered(row, prompt, name, is_cut=is_cut) for name, is_cut in sides]
         dialogues = [self._dialogue(row, name) for name, _ in sides]
+        chosen, rejected = (
+            [*takewhile(lambda message: message["role"] != "assistant", each)] for each in dialogues
+        )
+        if chosen != rejected:
+            raise LeftOutError("chosen and rejected have different prompts")
         first = _num_shared(*(dialogue[:-1] for dialogue in dialogues))
         return [
             render_dialogue(self._encoder, messages, first=first, is_cut=is_cut, **self._told(row))

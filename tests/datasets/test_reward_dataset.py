@@ -146,6 +146,22 @@ def test_pairs_that_are_the_same_are_dropped_and_counted(tokenizer):
     assert dataset.notices[1:] == ["2 of 3 rows were left out: chosen and rejected are the same"]
 
 
+def test_pairs_with_different_prompts_are_left_out_and_counted(tokenizer):
+    def side(*words: str) -> list[dict]:
+        return [(user, assistant)[i % 2](word) for i, word in enumerate(words)]
+
+    rows = [
+        {"chosen": side("q", "a"), "rejected": side("q", "b")},
+        {"chosen": side("q", "a"), "rejected": side("r", "b")},
+        {"chosen": [message("system", "s"), *side("q", "a")], "rejected": side("q", "b")},
+        {"chosen": side("q", "a", "r", "b"), "rejected": side("q", "c", "s", "d")},
+    ]
+    dataset = pairs(tokenizer, rows, apply_chat_template=True)
+    assert dataset.row_ids == [0, 3]
+    told = "2 of 4 rows were left out: chosen and rejected have different prompts"
+    assert told in dataset.notices
+
+
 def test_over_long_pairs_follow_the_policy(tokenizer):
     sides = [("a", "b"), ("aaa", "b"), ("b", "aab"), ("aab", "aac")]
     rows = [{"prompt": "q", "chosen": one, "rejected": two} for one, two in sides]
