@@ -135,9 +135,9 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
     forwards = {name: partial(timed, begin) for name, begin in made_by.items()}
     experience, _ = make_experience(config, forwards, rollouts, 0.01)
     made = group.clock()
-    facts = StepInputs(1, 0.01, 0, [1])
+    step_inputs = StepInputs(1, 0.01, 0, [1])
     wait = start_update(
-        config, group, experience, facts, role="actor", texts=None, columns=["new_logprobs"]
+        config, group, experience, step_inputs, role="actor", texts=None, columns=["new_logprobs"]
     )
     results = wait()
     seen = seen_column(results, "new_logprobs", experience.num_actions)

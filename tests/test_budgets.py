@@ -7,7 +7,7 @@ from tests.source import modules
 
 
 def sizes_in(folder: str) -> list[tuple[int, str]]:
-    """Number of lines and place of every function."""
+    """Number of lines and name of every function."""
     return [
         ((function.end_lineno or 0) - function.lineno + 1, f"{module.where}: {function.name}")
         for module in modules(folder)

@@ -258,11 +258,11 @@ def show_tokens(
     seen = {index for part in results.get("actor", ()) for index in part.sample_indices}
     weight_N[[owner not in seen for owner in owners]] = -1.0
     shown = [name for name in SHOWN if name in columns]
-    lines = [f"{'sample':<16} {'place':>6} {'token':<14}" + "".join(f"{n:>12}" for n in shown)]
+    lines = [f"{'sample':<16} {'position':>8} {'token':<14}" + "".join(f"{n:>12}" for n in shown)]
     for k in weight_N.argsort(descending=True)[:MAX_LINES].tolist():
         cells = "".join(f"{columns[name][k].item():>12.4g}" for name in shown)
         token = printable(texts[k]).replace("\n", "\\n")[:14]
-        lines.append(f"{names[k]:<16} {positions[k].item():>6} {token:<14}{cells}")
+        lines.append(f"{names[k]:<16} {positions[k].item():>8} {token:<14}{cells}")
     lines.append(f"all {len(names)} tokens: {kept.folder / TABLE}")
     notice("\n".join(lines))
 

@@ -294,7 +294,7 @@ class Checkpointer:
         state = saved.state[RUN]
         if is_main() and self.trainer.is_finished:
             notice("that run had finished: nothing is left to train")
-        self.checkpoints.kept = self.state_dict()
+        self.checkpoints.saved_state = self.state_dict()
         before, now = state["world_size"], self.num_ranks
         if before == now:
             own = read_json(saved.path / self.rank_file)

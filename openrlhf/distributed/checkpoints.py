@@ -283,7 +283,7 @@ class RunCheckpoints:
         self.num_failed = 0  # saves in a row
         self.num_bytes = 0  # of a checkpoint: those of the last one, or what it will take
         self.under_way: Save | None = None
-        self.kept: Mapping[str, Any] | None = None  # the run's own state, as last saved or loaded
+        self.saved_state: Mapping[str, Any] | None = None  # of the run, as last saved or loaded
         self.saved_step: int | None = None  # of the last states that this start has saved
 
     @property
@@ -392,7 +392,7 @@ class RunCheckpoints:
 
     def holds(self, run: Resumable) -> bool:
         """Return True if the run stands where it was last saved or loaded."""
-        return self.kept == run.state_dict()
+        return self.saved_state == run.state_dict()
 
     def check_room(self, num_bytes: int) -> None:
         """Raise ConfigError where the disk has no room for a checkpoint of this size; all ranks
@@ -496,7 +496,7 @@ class RunCheckpoints:
             return None
         if error is not None:
             raise error
-        self.num_failed, self.kept = 0, save.content
+        self.num_failed, self.saved_state = 0, save.content
         self.saved_step = self.saved_step if self.config.disable_ds else save.step
         return save.step, self.store.kept(save.step)[-1]
 

@@ -78,7 +78,7 @@ class Completion:
 
     token_ids: tuple[int, ...]  # A ids
     logprobs: tuple[float, ...]  # A log-probs at the sampling temperature, before top-k and top-p
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop" or "length"; empty for a beginning
     weight_version: int  # weights that sampled the last token
     # (index of the first token, version), where weights changed while it was sampled; else empty
     version_starts: tuple[tuple[int, int], ...] = ()
@@ -120,7 +120,7 @@ class Completion:
         )
 
 
-# (request, sample, tokens): what an engine has sampled of a response since it told of it last. The
+# (request, sample, tokens): what an engine has sampled of a response since its last report. The
 # reason is empty before its end.
 Beginning: TypeAlias = tuple[str, int, Completion]
 

@@ -152,16 +152,16 @@ class VLLMEngine:
             future.cancel()
         return self._queue(self._drop_done)
 
-    def new_beginnings(self, num_told: dict[tuple[str, int], int]) -> list[Beginning]:
-        """Return what unfinished requests have beyond the tokens of each sample that were told of,
-        which are brought up to date. For the thread that steps.
+    def new_beginnings(self, num_known: dict[tuple[str, int], int]) -> list[Beginning]:
+        """Return the tokens of unfinished requests beyond the number of each sample that is known,
+        which is brought up to date. For the thread that steps.
         """
-        told, found = dict(num_told), []
-        num_told.clear()
+        known, found = dict(num_known), []
+        num_known.clear()
         for key, output in unfinished_outputs(self.llm):
             whole, name = completion(output), (key, output.index)
-            num_before, num_told[name] = told.get(name, 0), len(whole.token_ids)
-            if num_before < num_told[name]:
+            num_before, num_known[name] = known.get(name, 0), len(whole.token_ids)
+            if num_before < num_known[name]:
                 request, _ = self._waiting[key]
                 found.append((request.request_id, output.index, whole.after(num_before)))
         return found
@@ -530,9 +530,7 @@ def forget_closed_groups() -> None:
 
 
 def unfinished_outputs(llm: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what vLLM has sampled so far for each sample of the requests that are not finished,
-    with the name of the request.
-    """
+    """Yield the output so far of each sample of the unfinished requests, with the request's key."""
     parents = {}
     for state in llm.output_processor.request_states.values():
         if state.parent_req is not None:  # of several samples, which finish together

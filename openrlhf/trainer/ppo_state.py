@@ -146,7 +146,7 @@ class RunState:
         self.load_state_dict(saved.state[RUN])
         if isinstance(self.sampler, RolloutQueue):
             self.sampler.load_groups(saved.path)
-        self.checkpoints.kept = self.state_dict()
+        self.checkpoints.saved_state = self.state_dict()
         if not all(has_same_ranks):
             warn("another number of ranks goes on: the same prompts, other random numbers.")
 

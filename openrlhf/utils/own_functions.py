@@ -94,7 +94,7 @@ PREFERENCE_LOSS = Formula(
     is_right=_is_right_preference_loss,
 )
 
-_loaded: dict[str, Function] = {}  # by place and name: a run has one version of a user's file
+_loaded: dict[str, Function] = {}  # by file and name: a run has one version of a user's file
 
 
 def check_function(formula: Formula, name: str) -> None:

@@ -69,7 +69,7 @@ def test_an_aborted_request_is_sampled_no_more_and_the_others_are(engine, model)
 
 
 def test_what_is_sampled_of_unfinished_responses_can_be_told_in_parts(engine) -> None:
-    num_told: dict[tuple[str, int], int] = {}
+    num_known: dict[tuple[str, int], int] = {}
     told: dict[tuple[str, int], Completion] = {}
     ends = tuple(range(6, 14))  # of 260 ids: most of the samples end before the last one does
     asked = [
@@ -82,7 +82,7 @@ def test_what_is_sampled_of_unfinished_responses_can_be_told_in_parts(engine) ->
     def step_and_tell() -> None:
         step()
         if len(calls) % 7 == 6:
-            for name, sample, part in engine.new_beginnings(num_told):
+            for name, sample, part in engine.new_beginnings(num_known):
                 own = told.get((name, sample))
                 told[name, sample] = own.followed_by(part) if own else part
         calls.append(None)
@@ -102,7 +102,7 @@ def test_what_is_sampled_of_unfinished_responses_can_be_told_in_parts(engine) ->
         assert begun.token_ids == whole.token_ids[:count]
         assert begun.logprobs == whole.logprobs[:count]
         assert begun.token_versions == whole.token_versions[:count]
-    assert engine.new_beginnings(num_told) == [] and num_told == {}
+    assert engine.new_beginnings(num_known) == [] and num_known == {}
 
 
 def three_updates(engine: VLLMEngine, trained) -> None:

@@ -350,7 +350,7 @@ def test_a_key_that_is_nearly_right_is_refused_and_another_is_noted(tmp_path, ke
         answering(tmp_path, "{str(i): 1 for i in range(10**5)}").answer(batch_of(1))
 
 
-def test_weights_are_those_of_places_or_of_functions(files):
+def test_weights_are_those_of_sources_or_of_functions(files):
     task, style = files
     batch = batch_of(3)
     assert UserFunctions.load(style, [2.0, 0.5]).answer(batch).rewards[0] == 2 * 0.5 + 5 * 2.0

@@ -58,10 +58,10 @@ def test_every_sample_is_trained_once_an_epoch_on_one_rank(
     seen: list[int] = []
     for k in range(num_steps):
         shares = [plan[rank][k] for rank in range(num_ranks)]
-        seen += [g for share in shares for g in share.experience.group_ids.tolist()]
-        tokens = sum(int(share.experience.num_actions.sum()) for share in shares)
+        seen += [g for share in shares for g in share.samples.group_ids.tolist()]
+        tokens = sum(int(share.samples.num_actions.sum()) for share in shares)
         assert {share.num_tokens for share in shares} == {tokens}
-        assert {share.num_samples for share in shares} == {sum(len(s.experience) for s in shares)}
+        assert {share.num_samples for share in shares} == {sum(len(s.samples) for s in shares)}
     assert sorted(seen) == sorted(list(range(count)) * epochs)
 
 
@@ -70,7 +70,7 @@ def test_a_sample_of_several_epochs_is_sent_to_a_rank_once() -> None:
     for share in shares:
         ids = share.samples.group_ids.tolist()
         assert len(ids) == len(set(ids)) and len(share) == 8
-        assert set(ids) == {g for one in share for g in one.experience.group_ids.tolist()}
+        assert set(ids) == {g for one in share for g in one.samples.group_ids.tolist()}
 
 
 def test_a_share_is_pickled_as_its_own_samples_alone() -> None:

@@ -47,8 +47,10 @@ def route(device: str, *, num_engines: int = 2, colocate_all: bool = False, **vl
             "train": {"colocate_all": colocate_all},
         }
     )
-    way, place = weight_route(config, torch.device(device), num_engines=num_engines, num_ranks=2)
-    return way, place.type
+    way, device_of = weight_route(
+        config, torch.device(device), num_engines=num_engines, num_ranks=2
+    )
+    return way, device_of.type
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -219,12 +221,12 @@ def test_a_trainer_that_fails_twice_ends_the_run_instead_of_engines(monkeypatch)
         send(trainer, engines, is_again=True)
 
 
-class Place(HostMemory):
+class NodeMemory(HostMemory):
     """Shared memory that is said to be that of a node or GPU of its own."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, node: str) -> None:
         super().__init__()
-        self.name = place
+        self.name = node
 
     @property
     def location(self) -> str:
@@ -238,14 +240,14 @@ class Ranks:
         self.meeting = threading.Barrier(size, timeout=20)
         self.things: dict[int, object] = {}
         self.local = threading.local()
-        self.places: list[str] = []
+        self.nodes: list[str] = []
 
     def rank(self) -> int:
         return self.local.rank
 
     def memory_of(self, device: torch.device) -> HostMemory:
         rank = getattr(self.local, "rank", None)  # None: an engine asks
-        return HostMemory() if rank is None else Place(self.places[rank])
+        return HostMemory() if rank is None else NodeMemory(self.nodes[rank])
 
     def barrier(self) -> None:
         self.meeting.wait()
@@ -268,17 +270,17 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     yield three
 
 
-def engine_at(place: str) -> FakeEngine:
+def engine_at(node: str) -> FakeEngine:
     engine = FakeEngine()
-    engine.who = f"the engine on {place}"
-    engine.reader.memories = [Place(place)]
+    engine.who = f"the engine on {node}"
+    engine.reader.memories = [NodeMemory(node)]
     return engine
 
 
-def sync_from(ranks: Ranks, engines: list[FakeEngine], places: list[str], of_rank: dict) -> list:
-    """Two updates from ranks at these places; return which of them packed anything."""
+def sync_from(ranks: Ranks, engines: list[FakeEngine], nodes: list[str], of_rank: dict) -> list:
+    """Two updates from ranks at these nodes; return which of them packed anything."""
 
-    ranks.places = places
+    ranks.nodes = nodes
 
     def run(rank: int) -> bool:
         ranks.local.rank = rank
@@ -294,15 +296,15 @@ def sync_from(ranks: Ranks, engines: list[FakeEngine], places: list[str], of_ran
 
 
 @pytest.mark.parametrize(
-    ("places", "used"),
+    ("nodes", "used"),
     [
         (["GPU-0", "GPU-1", "GPU-2"], [True, True, False]),  # no engine reads the third rank
         (["GPU-0", "GPU-1", "GPU-0"], [True, True, False]),  # nodes: the first rank of each packs
     ],
 )
-def test_every_engine_reads_the_rank_beside_it(ranks, places, used):
+def test_every_engine_reads_the_rank_beside_it(ranks, nodes, used):
     engines = [engine_at("GPU-0"), engine_at("GPU-1")]
-    assert sync_from(ranks, engines, places, {}) == used
+    assert sync_from(ranks, engines, nodes, {}) == used
     for engine in engines:
         assert engine.buckets == BUCKETS * 2
         assert all(torch.equal(engine.held[name], tensor) for name, tensor in WEIGHTS)

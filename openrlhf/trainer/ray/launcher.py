@@ -46,6 +46,7 @@ from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
 from openrlhf.utils.framework_logs import with_last_lines
 from openrlhf.utils.progress import Health, saying_what_is_awaited
+from openrlhf.utils.run_folder import LOGS
 from openrlhf.utils.threads import yield_cores
 from openrlhf.utils.worker_process import is_stopped
 
@@ -305,7 +306,7 @@ class RayActorGroup(WorkerGroup):
         self._awaited: list[Sequence[Any]] = []  # results, by those who wait for them
         self._slots, self._limits = slots, config.train
         self._submitting = threading.Lock()  # all ranks have their calls in one order
-        self.logs = f"{run_dir}/logs/{role}-"
+        self.logs = f"{run_dir}/{LOGS}/{role}-"
         self.ranks_per_share = config.ds.ranks_per_share
         self.num_shares = len(slots) // self.ranks_per_share
         self.nodes: list[str] = []  # address of every rank's node; empty until all have joined

@@ -25,6 +25,7 @@ from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.framework_logs import redirect_framework_logs, with_last_lines
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.progress import Health
+from openrlhf.utils.run_folder import LOGS
 from openrlhf.utils.threads import errors_to
 
 KEEP_EVERY_S = 10.0  # the tokens of unfinished responses, for another engine if this one is lost
@@ -71,7 +72,7 @@ class LLMRayActor(VLLMEngine):
         return Health(work, self.num_steps, None, os.getpid(), made)
 
     def _step(self) -> None:
-        """Do a step; now and then, keep what it has made for `health` to tell of."""
+        """Do a step; now and then, keep what it has made for `health` to report."""
         super()._step()
         if time.monotonic() - self._kept_at > KEEP_EVERY_S:
             with errors_to(self._fail):
@@ -122,7 +123,7 @@ class RayEngine:
     # While it is lost: the rank that is to be started again before it can have weights.
     waits_for: LostRankError | None = field(default=None, compare=False)
     requests: set[str] = field(default_factory=set, compare=False)  # in flight, by name
-    # Of these: what the actor has told of, by sample.
+    # Of these: the beginnings that the actor has reported, by sample.
     made: dict[str, dict[int, Completion]] = field(default_factory=dict, compare=False)
     _failure: BaseException | None = field(default=None, compare=False)
 
@@ -217,11 +218,11 @@ class RayEngine:
             self.made.pop(name, None)
 
     def beginnings(self) -> list[Completion]:
-        """Return what the actor has told of, for all requests that are in flight."""
+        """Return the beginnings that the actor has reported, for all requests in flight."""
         return [each for own in [*self.made.values()] for each in [*own.values()]]
 
     def keep(self, made: Sequence[Beginning]) -> None:
-        """Keep what the actor has told of, for requests that are in flight."""
+        """Keep what the actor has reported, for requests that are in flight."""
         for name, sample, part in made:
             if name in self.requests:
                 own = self.made.setdefault(name, {})
@@ -270,7 +271,7 @@ def create_vllm_engines(
         def wait_placed(handle: Any) -> None:
             wait_for_node(handle, slot, name, limits, lost=LostEngineError)
 
-        log, limit_s = f"{run_dir}/logs/{name}", limits.restart_timeout_s
+        log, limit_s = f"{run_dir}/{LOGS}/{name}", limits.restart_timeout_s
         return RayEngine(name, log, make=make, wait_placed=wait_placed, restart_timeout_s=limit_s)
 
     engines = [engine_of(index, slot) for index, slot in enumerate(slots)]
