@@ -8,10 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from openrlhf.errors import LostEngineError, LostRankError
 from openrlhf.utils.images import Picture
 
 Result = TypeVar("Result")
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 SEED_BITS = 63
 
@@ -67,6 +72,7 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]  # with a placeholder for every token of an image
     sampling: SamplingSettings
     images: tuple[Picture, ...] = ()  # of the prompt, in order
+    tag: str = ""  # of this request alone, where its engine reports on it; names come again
 
 
 @dataclass(frozen=True)
@@ -92,17 +98,6 @@ class Completion:
         spans = zip(self.version_starts, ends, strict=True)
         return tuple(version for (start, version), end in spans for _ in range(start, end))
 
-    def after(self, num_tokens: int) -> "Completion":
-        """Return the response without its first tokens."""
-        starts = [(max(0, start - num_tokens), version) for start, version in self.version_starts]
-        starts = list({start: (start, version) for start, version in starts}.values())
-        return replace(
-            self,
-            token_ids=self.token_ids[num_tokens:],
-            logprobs=self.logprobs[num_tokens:],
-            version_starts=tuple(starts) if len(starts) > 1 else (),
-        )
-
     def followed_by(self, rest: "Completion") -> "Completion":
         """Return the response that begins with this one and ends with `rest`."""
         if not rest.token_ids:
@@ -120,9 +115,33 @@ class Completion:
         )
 
 
-# (request, sample, tokens): what an engine has sampled of a response since its last report. The
-# reason is empty before its end.
-Beginning: TypeAlias = tuple[str, int, Completion]
+@dataclass(frozen=True)
+class Beginning:
+    """Tokens of a response whose request is not finished, which another engine may go on from.
+
+    Example: `Beginning("0.17", 2, 128, ids_A, logprobs_A, ((0, 3),))`, of which 128 tokens came
+    before
+    """
+
+    tag: str  # of the request
+    sample: int
+    start: int  # tokens of the response before these
+    token_ids: Int32Array  # (A,)
+    logprobs: Float32Array  # (A,)
+    version_starts: tuple[tuple[int, int], ...]  # of the response so far, as those of a Completion
+    finish_reason: str = ""  # of a sample that is finished before others of its request
+
+    @staticmethod
+    def joined(parts: "Sequence[Beginning]") -> Completion:
+        """Return the response so far, of parts that lie end to end."""
+        starts = parts[-1].version_starts or ((0, 0),)
+        return Completion(
+            tuple(np.concatenate([part.token_ids for part in parts]).tolist()),
+            tuple(np.concatenate([part.logprobs for part in parts]).tolist()),
+            parts[-1].finish_reason,
+            starts[-1][1],
+            starts if len(starts) > 1 else (),
+        )
 
 
 @dataclass(frozen=True)

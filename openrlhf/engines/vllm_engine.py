@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -152,19 +153,26 @@ class VLLMEngine:
             future.cancel()
         return self._queue(self._drop_done)
 
-    def new_beginnings(self, num_known: dict[tuple[str, int], int]) -> list[Beginning]:
-        """Return the tokens of unfinished requests beyond the number of each sample that is known,
+    def new_beginnings(self, num_known: dict[tuple[str, int], int]) -> Iterator[Beginning]:
+        """Yield the tokens of unfinished requests beyond the number of each sample that is known,
         which is brought up to date. For the thread that steps.
         """
-        known, found = dict(num_known), []
+        known = dict(num_known)
         num_known.clear()
         for key, output in unfinished_outputs(self.llm):
-            whole, name = completion(output), (key, output.index)
-            num_before, num_known[name] = known.get(name, 0), len(whole.token_ids)
-            if num_before < num_known[name]:
+            ids, name = output.token_ids, (key, output.index)
+            start, num_known[name] = known.get(name, 0), len(ids)
+            if start < len(ids):
                 request, _ = self._waiting[key]
-                found.append((request.request_id, output.index, whole.after(num_before)))
-        return found
+                yield Beginning(
+                    request.tag,
+                    output.index,
+                    start,
+                    np.array(ids[start:], np.int32),
+                    np.array(output.logprobs.logprobs[start:], np.float32),
+                    version_starts_of(output),
+                    output.finish_reason or "",
+                )
 
     @property
     def is_busy(self) -> bool:
@@ -546,13 +554,16 @@ def unfinished_outputs(llm: Any) -> Iterator[tuple[str, Any]]:
 
 def completion(output: Any) -> Completion:
     """Return an output of vLLM as a Completion."""
-    token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
-    spans = output.weight_versions or []
-    starts = tuple((span.start, int(span.version)) for span in spans)
+    starts = version_starts_of(output)
     return Completion(
-        token_ids,
-        logprobs,
-        output.finish_reason or "",
+        tuple(output.token_ids),
+        tuple(output.logprobs.logprobs),
+        output.finish_reason,
         weight_version=starts[-1][1] if starts else 0,
         version_starts=starts if len(starts) > 1 else (),
     )
+
+
+def version_starts_of(output: Any) -> tuple[tuple[int, int], ...]:
+    """Return (index of the first token, version) of each version of the weights in an output."""
+    return tuple((span.start, int(span.version)) for span in output.weight_versions or [])

@@ -71,7 +71,7 @@ class Health(NamedTuple):
     num_done: int  # micro-batches of this work, or steps of an engine since its start
     total: int | None  # micro-batches of this work
     pid: int
-    made: Sequence[Any] = ()  # since the last time: a Beginning of an engine's each
+    made: Sequence[Any] = ()  # by an engine since the last time: Beginnings
 
 
 class _Bars(rich.progress.Progress):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers as hf
 
 from openrlhf.distributed.weights import as_stored
-from openrlhf.engines.base import Completion
+from openrlhf.engines.base import Beginning, Completion
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_receiver import report_full_logprobs
 from openrlhf.errors import EngineError, LostEngineError, MachineError, WeightSyncError
@@ -68,41 +68,48 @@ def test_an_aborted_request_is_sampled_no_more_and_the_others_are(engine, model)
     assert not engine.llm.has_unfinished_requests() and not engine.is_busy
 
 
-def test_what_is_sampled_of_unfinished_responses_can_be_told_in_parts(engine) -> None:
+def test_unfinished_responses_are_reported_in_parts_with_the_versions_of_their_tokens(
+    engine, model
+) -> None:
     num_known: dict[tuple[str, int], int] = {}
-    told: dict[tuple[str, int], Completion] = {}
+    reported: dict[tuple[str, int], list[Beginning]] = {}
     ends = tuple(range(6, 14))  # of 260 ids: most of the samples end before the last one does
     asked = [
         request(num_samples=6, max_new_tokens=200, seed=1, stop_token_ids=ends),
-        request(max_new_tokens=60),
+        request(max_new_tokens=150),
     ]
-    asked = [replace(each, request_id=f"r{k}") for k, each in enumerate(asked)]
+    asked = [replace(each, tag=str(k)) for k, each in enumerate(asked)]
     step, calls = engine._step, []
 
-    def step_and_tell() -> None:
+    def step_and_report() -> None:
         step()
         if len(calls) % 7 == 6:
-            for name, sample, part in engine.new_beginnings(num_known):
-                own = told.get((name, sample))
-                told[name, sample] = own.followed_by(part) if own else part
+            for part in engine.new_beginnings(num_known):
+                reported.setdefault((part.tag, part.sample), []).append(part)
         calls.append(None)
 
-    engine._step = step_and_tell
-    try:
-        found = engine.generate(asked)
-    finally:
-        engine._step = step
-    assert {name for name, _ in told} == {"r0", "r1"}
-    assert {begun.finish_reason for begun in told.values()} == {"", "stop"}
-    for (name, sample), begun in told.items():
-        whole = found[int(name[1])][sample]
-        count = len(begun.token_ids)
-        assert count > 0 and begun.finish_reason in ("", whole.finish_reason)
-        assert not begun.finish_reason or count == len(whole.token_ids)
-        assert begun.token_ids == whole.token_ids[:count]
-        assert begun.logprobs == whole.logprobs[:count]
-        assert begun.token_versions == whole.token_versions[:count]
-    assert engine.new_beginnings(num_known) == [] and num_known == {}
+    with restored(engine, model, 0):
+        engine._step = step_and_report
+        try:
+            pending = engine.submit(asked)
+            while len(calls) < 20:
+                time.sleep(0.01)
+            send(engine, weights(model), 1, keep_running=True)
+            found = [future.result(60) for future in pending]
+        finally:
+            engine._step = step
+    assert {tag for tag, _ in reported} == {"0", "1"}
+    begun = {name: Beginning.joined(parts) for name, parts in reported.items()}
+    assert {each.finish_reason for each in begun.values()} == {"", "stop"}
+    assert begun["1", 0].version_starts and len(reported["1", 0]) > 3
+    for (tag, sample), first in begun.items():
+        whole, count = found[int(tag)][sample], len(first.token_ids)
+        assert first.finish_reason in ("", whole.finish_reason)
+        assert not first.finish_reason or count == len(whole.token_ids)
+        assert first.token_ids == whole.token_ids[:count]
+        assert first.logprobs == whole.logprobs[:count]
+        assert first.token_versions == whole.token_versions[:count]
+    assert [*engine.new_beginnings(num_known)] == [] and num_known == {}
 
 
 def three_updates(engine: VLLMEngine, trained) -> None:

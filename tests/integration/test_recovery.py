@@ -118,7 +118,7 @@ class FailingEngine(LLMRayActor):
                 if self.num_steps == 50:
                     raise RuntimeError("CUDA error: an illegal memory access was encountered")
                 time.sleep(0.1)  # its health is asked for meanwhile
-                self._kept_at = 0.0
+                self._reported_at = 0.0
             return step()
 
         self.llm.step = run

@@ -80,14 +80,8 @@ def test_a_response_is_its_beginnings_and_its_rest_with_the_versions_of_each() -
         letters("abcde").logprobs,
     )
     assert (whole.finish_reason, whole.token_versions) == ("stop", (3, 3, 4, 4, 4))
-    assert whole.after(0) == whole
-    for num_tokens in range(1, 6):
-        rest = whole.after(num_tokens)
-        assert rest.token_versions == whole.token_versions[num_tokens:]
-        assert whole.token_ids[num_tokens:] == rest.token_ids
-    assert whole.after(2).version_starts == () and letters("ab").followed_by(
-        letters("c")
-    ) == letters("abc")
+    assert letters("ab").followed_by(letters("c")) == letters("abc")
+    assert whole.followed_by(letters("", reason="length")).finish_reason == "length"
 
 
 class Speller(Engine):

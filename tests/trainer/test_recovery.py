@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError, LostEngineError, LostRankError, NoRestartError
 from openrlhf.trainer.ray import launcher, restarts
 from openrlhf.trainer.ray.recovery import EngineRecovery
@@ -129,12 +130,12 @@ def test_the_prompts_that_every_lost_engine_was_at_work_on_are_named(
     now = [0.0]
     monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
     engine, _, _ = started(most=2)
-    engine.requests = ["step1/7", "step1/18", "step1/20/0/1"]
+    engine.requests = dict(enumerate(["step1/7", "step1/18", "step1/20/0/1"]))
     for number in range(2):
         now[0] += 100
         engine.lose(DEAD)
         wait_until(lambda: engine.is_up)
-        engine.requests = [f"step{number + 2}/18", "step2/9", "step2/20"]
+        engine.requests = dict(enumerate([f"step{number + 2}/18", "step2/9", "step2/20"]))
     now[0] += 100
     engine.lose(DEAD)
     with pytest.raises(
@@ -146,11 +147,12 @@ def test_the_prompts_that_every_lost_engine_was_at_work_on_are_named(
 def test_an_engine_knows_the_requests_that_it_is_at_work_on() -> None:
     class Asked(RayEngine):
         async def _sample(self, request: Any) -> Any:
-            return [*self.requests]
+            return [*self.requests.values()]
 
     engine = Asked("vllm-0", handle=object())
-    assert asyncio.run(engine.sample(SimpleNamespace(request_id="step1/7"))) == ["step1/7"]  # type: ignore[arg-type]
-    assert engine.requests == set()
+    asked = GenerationRequest("step1/7", (1, 2), SamplingSettings())
+    assert asyncio.run(engine.sample(asked)) == ["step1/7"]
+    assert not engine.requests
 
 
 def test_engines_that_are_lost_together_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.base import Beginning, Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError, LostEngineError, LostRankError
 from openrlhf.trainer.ray import launcher, vllm_engine, watch
 from openrlhf.trainer.ray.vllm_engine import LLMRayActor, RayEngine
@@ -237,35 +238,60 @@ def test_a_rank_whose_states_do_not_move_is_quiet(method: Any) -> None:
     assert seen.quiet.seconds == 0.0
 
 
-def test_tokens_of_requests_in_flight_are_kept_and_those_of_a_lost_engine_come_with_its_error(
+def part(tag: str, sample: int, start: int, *ids: int, reason: str = "") -> Beginning:
+    arrays = np.array(ids, np.int32), -np.array(ids, np.float32)
+    return Beginning(tag, sample, start, *arrays, ((0, 3),), reason)
+
+
+def test_tokens_of_requests_in_flight_are_kept_and_come_with_the_error_of_a_lost_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def died(*_: object, **__: object) -> None:
         raise LostEngineError("vllm-0 died")
 
-    def part(*token_ids: int) -> Completion:
-        return Completion(token_ids, (-0.5,) * len(token_ids), "", 3)
+    replies: list[Future[None]] = []
+    sent: list[GenerationRequest] = []
 
-    reply: Future[None] = Future()
-    reference = SimpleNamespace(future=lambda: reply)
-    actor = SimpleNamespace(sample=SimpleNamespace(remote=lambda _: reference))
+    def remote(request: GenerationRequest) -> SimpleNamespace:
+        replies.append(Future())
+        sent.append(request)
+        return SimpleNamespace(future=lambda reply=replies[-1]: reply)
+
+    actor = SimpleNamespace(sample=SimpleNamespace(remote=remote))
     engine = RayEngine("vllm-0", handle=actor, on_lost=lambda *_: None)
     monkeypatch.setattr(vllm_engine, "get", died)
     seen = WatchedEngine(engine, 300.0)
 
-    async def run() -> None:
-        asked = GenerationRequest("step1/7", (1, 2), SamplingSettings(num_samples=2))
-        work = asyncio.ensure_future(engine.sample(asked))
-        await asyncio.sleep(0)
-        for num_done, told in enumerate(([("step1/7", 1, part(5)), ("gone", 0, part(9))], [], [])):
-            seen.hear(Health("generating", num_done // 2, None, 7, told), 2.0)
-        seen.hear(Health("generating", 1, None, 7, [("step1/7", 1, part(6, 8))]), 2.0)
-        assert seen.quiet.seconds == 2.0  # what it tells of is no progress by itself
-        reply.set_exception(ray.exceptions.ActorDiedError())
-        with pytest.raises(LostEngineError) as lost:
-            await work
-        assert lost.value.made == {1: part(5, 6, 8)} and not engine.made
+    def hear(num_done: int, *reported: Beginning) -> None:
+        seen.hear(Health("generating", num_done, None, 7, reported), 2.0)
 
+    async def run() -> None:
+        asked = GenerationRequest("step1/7", (1, 2), SamplingSettings(num_samples=3))
+        first, second = (asyncio.ensure_future(engine.sample(asked)) for _ in range(2))
+        await asyncio.sleep(0)
+        mine, other = (request.tag for request in sent)  # names come again, tags do not
+        assert mine != other and not asked.tag
+        hear(0, part(mine, 1, 0, 5), part("gone", 0, 0, 9), part(other, 0, 0, 7))
+        hear(0)
+        hear(1, part(mine, 1, 1, 6, 8), part(mine, 0, 4, 9), part(mine, 2, 0, 4, reason="stop"))
+        hear(1, part(mine, 1, 5, 9))  # the report before it did not come
+        assert seen.quiet.seconds == 2.0  # a report is no progress by itself
+        replies[0].set_exception(ray.exceptions.ActorDiedError())
+        with pytest.raises(LostEngineError) as lost:
+            await first
+        assert lost.value.made == {
+            1: Completion((5, 6, 8), (-5.0, -6.0, -8.0), "", 3),
+            2: Completion((4,), (-4.0,), "stop", 3),
+        }
+        assert engine.made.keys() == {other}
+        hear(2, part(mine, 1, 3, 7))
+        assert engine.made.keys() == {other}
+        second.cancel()
+        replies[1].set_result(None)
+        await asyncio.wait([second])
+        assert not engine.made and not engine.requests
+
+    monkeypatch.setattr(vllm_engine.ray, "cancel", lambda _: None)
     asyncio.run(run())
 
 

@@ -63,9 +63,7 @@ class EngineRecovery:
                 return
             engine.is_lost = True
         # A request is named "<step>/<row>"; that of an agent has more parts after these.
-        rows = {row for name in [*engine.requests] for row in name.split("/")[1:2]}
-        if num_kept := sum(len(each.token_ids) for each in engine.beginnings()):
-            notice(f"{engine.name}: {num_kept} tokens of unfinished responses are kept")
+        rows = {row for name in [*engine.requests.values()] for row in name.split("/")[1:2]}
         replace = partial(self._replace, engine, why, rows)
         self._threads.append(start_thread(f"new {engine.name}", replace, engine.give_up))
 

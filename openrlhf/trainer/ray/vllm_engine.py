@@ -1,10 +1,12 @@
 """Rollout engines as Ray actors: an event loop around the thread that steps vLLM."""
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any
 
 import ray
@@ -18,17 +20,18 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
-from openrlhf.errors import LostEngineError, LostRankError
+from openrlhf.errors import LostEngineError, LostRankError, first_line
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.utils import node_address, own_gpu
+from openrlhf.utils.console import warn
 from openrlhf.utils.framework_logs import redirect_framework_logs, with_last_lines
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.progress import Health
 from openrlhf.utils.run_folder import LOGS
 from openrlhf.utils.threads import errors_to
 
-KEEP_EVERY_S = 10.0  # the tokens of unfinished responses, for another engine if this one is lost
+REPORT_EVERY_S = 10.0  # tokens of unfinished responses, for another engine if this one is lost
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
 # Calls that wait for nobody else, and what is said of one that does not end.
 OWN_WORK = {
@@ -49,9 +52,10 @@ class LLMRayActor(VLLMEngine):
     ) -> None:
         self.settings, self.processor = settings, processor
         self.name, self.run_dir = name, run_dir
-        self._made: list[Beginning] = []  # for `health`
-        self._num_kept: dict[tuple[str, int], int] = {}  # tokens of each sample
-        self._kept_at = time.monotonic()
+        self._made: SimpleQueue[Beginning] = SimpleQueue()  # for `health`
+        self._num_known: dict[tuple[str, int], int] = {}  # tokens of each sample in it so far
+        self._is_asked = False  # for more of them
+        self._reported_at = time.monotonic()
 
     is_started = False
     own_work: str | None = None  # that goes on now
@@ -68,16 +72,23 @@ class LLMRayActor(VLLMEngine):
     def health(self) -> Health:
         """Return the progress of the engine; a step is a forward pass."""
         work = self.own_work or ("generating" if self.is_busy else None)
-        made, self._made = self._made, []
+        made = [self._made.get() for _ in range(self._made.qsize())]  # nobody else takes them
+        self._is_asked = True
         return Health(work, self.num_steps, None, os.getpid(), made)
 
     def _step(self) -> None:
-        """Do a step; now and then, keep what it has made for `health` to report."""
+        """Do a step; now and then, have `health` report what it has made."""
         super()._step()
-        if time.monotonic() - self._kept_at > KEEP_EVERY_S:
-            with errors_to(self._fail):
-                self._made = [*self._made, *self.new_beginnings(self._num_kept)]
-            self._kept_at = time.monotonic()
+        if self._is_asked and time.monotonic() - self._reported_at > REPORT_EVERY_S:
+            self._is_asked = False
+            with errors_to(self._report_no_more):  # it reads what is not of vLLM's interface
+                for beginning in self.new_beginnings(self._num_known):
+                    self._made.put(beginning)
+                self._reported_at = time.monotonic()
+
+    def _report_no_more(self, error: BaseException) -> None:
+        warn(f"unfinished responses are not reported any more: {first_line(error)}")
+        self._reported_at = math.inf
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket, which may lie in Ray's object store."""
@@ -122,14 +133,15 @@ class RayEngine:
     )
     # While it is lost: the rank that is to be started again before it can have weights.
     waits_for: LostRankError | None = field(default=None, compare=False)
-    requests: set[str] = field(default_factory=set, compare=False)  # in flight, by name
-    # Of these: the beginnings that the actor has reported, by sample.
-    made: dict[str, dict[int, Completion]] = field(default_factory=dict, compare=False)
+    requests: dict[str, str] = field(default_factory=dict, compare=False)  # names, by tag
+    # Of these, what the actor has reported of each sample.
+    made: dict[str, dict[int, list[Beginning]]] = field(default_factory=dict, compare=False)
+    _num_requests: int = field(default=0, compare=False)
     _failure: BaseException | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         own = dict.fromkeys(("make", "wait_placed", "on_lost", "waits_for"))
-        return vars(self) | own | {"requests": set(), "made": {}}
+        return vars(self) | own | {"requests": {}, "made": {}}
 
     @property
     def who(self) -> str:
@@ -206,27 +218,27 @@ class RayEngine:
     async def sample(self, request: GenerationRequest) -> list[Completion]:
         if not self.is_up:
             raise LostEngineError(f"{self.who} is not up")
-        name = request.request_id
-        self.requests.add(name)
+        tag = f"{self.num_starts}.{self._num_requests}"
+        self._num_requests += 1
+        self.requests[tag] = request.request_id
         try:
-            return await self._sample(request)
+            return await self._sample(replace(request, tag=tag))
         except LostEngineError as error:
-            error.made = self.made.get(name, {})
+            made = self.made.get(tag, {})
+            error.made = {k: Beginning.joined(parts) for k, parts in made.items()}
             raise
         finally:
-            self.requests.remove(name)
-            self.made.pop(name, None)
+            del self.requests[tag]
+            self.made.pop(tag, None)
 
-    def beginnings(self) -> list[Completion]:
-        """Return the beginnings that the actor has reported, for all requests in flight."""
-        return [each for own in [*self.made.values()] for each in [*own.values()]]
-
-    def keep(self, made: Sequence[Beginning]) -> None:
-        """Keep what the actor has reported, for requests that are in flight."""
-        for name, sample, part in made:
-            if name in self.requests:
-                own = self.made.setdefault(name, {})
-                own[sample] = own[sample].followed_by(part) if sample in own else part
+    def keep(self, reported: Sequence[Beginning]) -> None:
+        """Keep what the actor has made for requests that are in flight, as far as it is whole."""
+        for part in reported:
+            parts = self.made.get(part.tag, {}).get(part.sample, [])
+            if part.start == sum(len(each.token_ids) for each in parts):  # none was lost before it
+                self.made.setdefault(part.tag, {})[part.sample] = [*parts, part]
+            if part.tag not in self.requests:  # it has ended, perhaps just now
+                self.made.pop(part.tag, None)
 
     async def _sample(self, request: GenerationRequest) -> list[Completion]:
         actor = self.handle
