@@ -56,7 +56,10 @@ quiet_frameworks()  # they read it when they are imported: at the first run
 
 @dataclass(frozen=True)
 class Result:
-    """The metrics and the model of a finished run, read from its folder."""
+    """The metrics and the model of a finished run, read from its folder.
+
+    Example: `Result(Path("out/sft")).metrics["gpt_loss"]` is the last loss of a run of `sft`.
+    """
 
     run_dir: Path  # the run folder
 

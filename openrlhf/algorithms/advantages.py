@@ -168,7 +168,10 @@ def normalise(values_N: Tensor, *, subtract_only: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """Description of an advantage estimator; made by `estimator`."""
+    """Description of an advantage estimator; made by `estimator`.
+
+    Example: `AdvantageEstimator(group_standardised, plain_shape=group_centred)` is "group_norm".
+    """
 
     shape: Callable[[Tensor, Tensor], Tensor]  # (rewards_B, group_ids_B) -> (B,)
     plain_shape: Callable[[Tensor, Tensor], Tensor] | None = None  # without a standard deviation

@@ -60,6 +60,9 @@ class Head:
     """States in front of an LM head, the head, and what its family does to logits after it.
 
     z = cap(logit_scale * (hidden @ weight.T + bias)) with cap(x) = softcap * tanh(x / softcap).
+
+    Example: 4 tokens, hidden size 64 and a vocabulary of 1000: `Head(hidden, weight, softcap=30.0)`
+    with `hidden` (4, 64) and `weight` (1000, 64).
     """
 
     hidden_NH: Tensor

@@ -33,6 +33,8 @@ class Correction:
 
     Truncated importance sampling: Ionides, J. Comput. Graph. Stat. 2008; masking: arXiv 2510.18855
     (IcePop).
+
+    Example: `Correction("token", "mask", 0.5, 2.0)` gives a token of ratio 3 the weight 0.
     """
 
     level: str = "token"
@@ -44,7 +46,11 @@ class Correction:
 
 
 class ImportanceWeights(NamedTuple):
-    """Weights of the policy loss, without gradient."""
+    """Weights of the policy loss, without gradient.
+
+    Example: ratios 0.5 and 3, truncated at 2: `weights_N` [0.5, 2.0], `ratio_N` [0.5, 3.0],
+    `is_cut_N` [F, T].
+    """
 
     weights_N: Tensor
     ratio_N: Tensor  # at the level of the correction, before the mode

@@ -30,7 +30,11 @@ class ClipRange:
 
 
 class PolicyLossTerms(NamedTuple):
-    """Loss and what to log of it; only loss_N carries a gradient."""
+    """Loss and what to log of it; only loss_N carries a gradient.
+
+    Example: logp - old [0, 0.5], A = 1 and a clip of 0.2 on both sides: `loss_N` [-1.0, -1.2],
+    `ratio_N` [1.0, 1.65], `is_clipped_N` [F, T], `log_ratio_N` [0.0, 0.5].
+    """
 
     loss_N: Tensor
     ratio_N: Tensor  # policy now over policy then

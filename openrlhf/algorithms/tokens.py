@@ -118,7 +118,10 @@ def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the o
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of an LM head that this rank holds; the ranks of `group` hold all of them."""
+    """The rows of an LM head that this rank holds; the ranks of `group` hold all of them.
+
+    Example: `VocabShard(group, first=500)` on the second of two ranks, of a vocabulary of 1000.
+    """
 
     group: dist.ProcessGroup
     first: int  # token of this rank's first row
@@ -142,7 +145,10 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class _Head:
-    """Settings that turn raw logits into tempered ones, and the outputs wanted."""
+    """Settings that turn raw logits into tempered ones, and the outputs wanted.
+
+    Example: `_Head(temperature=0.7, softcap=30.0, logit_scale=1.0, ...)`: 30 tanh(raw / 30) / 0.7.
+    """
 
     temperature: float
     softcap: float | None
@@ -175,7 +181,11 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Block:
-    """Memory for the logits of one chunk of tokens."""
+    """Memory for the logits of one chunk of tokens.
+
+    Example: the last chunk of 2500 tokens in chunks of 1024, with a vocabulary of 1000: `rows`
+    slice(2048, 2500), `logits_CV` (452, 1000).
+    """
 
     rows: slice  # of the N tokens
     logits_CV: Tensor  # fp32
@@ -332,7 +342,11 @@ def as_types_of(
 
 
 class _PerToken(NamedTuple):
-    """Tensors of each token for the backward pass; no grad_entropy if no gradient reaches it."""
+    """Tensors of each token for the backward pass; no grad_entropy if no gradient reaches it.
+
+    Example: of two tokens, the second has its target in another rank's shard: `grad_logprobs_N`
+    [-0.5, -0.5], `grad_chosen_N` [-0.5, 0.0].
+    """
 
     targets_N: Tensor
     grad_chosen_N: Tensor  # of the log-prob by way of the target's own logit

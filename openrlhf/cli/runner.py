@@ -37,6 +37,8 @@ class Command(Generic[ConfigT]):
     or the check of it, which is given the problems of the command line.
 
     Calling it parses and runs; it leaves by SystemExit when anything went wrong.
+
+    Example: `Command("openrlhf dpo", DPOConfig, load, load_check)`, made by `supervised("dpo")`.
     """
 
     name: str

@@ -31,7 +31,10 @@ PROCESS = 0.6e9  # of CUDA or of Python's libraries, for each process
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a run, and what it does there."""
+    """A model of a run, and what it does there.
+
+    Example: `Model("Qwen/Qwen2.5-7B", trains=True, num_ranks=8, num_tokens=16_384, pool="actor")`
+    """
 
     path: str
     trains: bool = False
@@ -45,7 +48,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model without its weights."""
+    """A model without its weights.
+
+    Example: `Shape(module, model_config, torch.bfloat16, "cuda")`
+    """
 
     module: nn.Module  # on torch's device `meta`
     config: PretrainedConfig
@@ -75,7 +81,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Share:
-    """Bytes of a model on one device, and in the machine's memory where it is offloaded."""
+    """Bytes of a model on one device, and in the machine's memory where it is offloaded.
+
+    Example: `Share(14e9, states=14e9, work=3e9)`: one of 8 ranks that train 7 billion weights in
+    bf16 under ZeRO-2.
+    """
 
     weights: float
     states: float = 0.0  # gradients, master weights and moments

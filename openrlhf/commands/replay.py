@@ -57,7 +57,11 @@ SHOWN = ("reward", "advantages", "log_ratio", "is_clipped", "kl", "loss")
 
 @dataclass(frozen=True)
 class DumpedStep:
-    """A kept step, as it is read from its folder."""
+    """A kept step, as it is read from its folder.
+
+    Example: the third update of the actor failed: `num_done` {"actor": 2}, `metrics` {}, `error`
+    "the gradient norm is nan".
+    """
 
     folder: Path
     step_inputs: StepInputs

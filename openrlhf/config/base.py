@@ -53,7 +53,11 @@ class Caution(str):
 
 @dataclass(frozen=True)
 class Option:
-    """The declaration of a field beyond its type, and its path in a tree."""
+    """The declaration of a field beyond its type, and its path in a tree.
+
+    Example: `Option(("{model}learning_rate",), at_resume="kept")`; where `path` is "actor.adam.lr",
+    `flag` is "--actor_learning_rate".
+    """
 
     # Other names; without any, a leaf goes by the last part of its path (`--max_norm`), if it is
     # `flat`. `{model}num_nodes` of `actor.num_nodes` is actor_num_nodes.

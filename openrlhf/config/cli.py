@@ -131,6 +131,9 @@ def instead_of(config_class: type[CommandConfig], name: str) -> str:
 class Reading(Generic[ConfigT]):
     """Everything read so far: values by leaf path, and under which name the user gave each; at the
     end the config, what to tell the user, and the secrets to put into the environment.
+
+    Example: after `--actor_learning_rate 1e-6`: `values` {"actor.adam.lr": "1e-6"}, `sources`
+    {"actor.adam.lr": "--actor_learning_rate"}.
     """
 
     config_class: type[ConfigT]

@@ -66,7 +66,10 @@ class LeftOutError(ValueError):
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text as the model reads it, and the character spans (start, end) of it that are learnt."""
+    """A text as the model reads it, and the character spans (start, end) of it that are learnt.
+
+    Example: `Rendered("2+2=4</s>", ((4, 9),))`: "4</s>" is learnt.
+    """
 
     text: str
     spans: tuple[Span, ...] = ()

@@ -31,7 +31,10 @@ RECOGNISED = {"input_key", "output_key", "label_key", "prompt_key", "apply_chat_
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set that a command names; nothing of it is read yet."""
+    """A data set that a command names; nothing of it is read yet.
+
+    Example: `DataSet("rows.jsonl", {"split": "train", "seed": 42, ...}, SFTDataset, RowFormat())`
+    """
 
     spec: str
     options: Mapping[str, Any]  # of load_rows

@@ -439,7 +439,10 @@ with catch_warnings(action="ignore"):  # it may change, says the library
 
 
 class Record(NamedTuple):
-    """A record of a file, and the row that it is or what is wrong with it."""
+    """A record of a file, and the row that it is or what is wrong with it.
+
+    Example: `Record("rows.jsonl:3", b'{"input": "2+2="}', {"input": "2+2="})`
+    """
 
     location: str
     raw: object  # its bytes; an item of a JSON array itself

@@ -26,7 +26,10 @@ _THOUGHTS = re.compile(r"(</?think>)")
 
 @dataclass(frozen=True)
 class Writing:
-    """The form in which a template takes messages of a shape, and what it does not write."""
+    """The form in which a template takes messages of a shape, and what it does not write.
+
+    Example: `Writing(has_parts=True, unread=frozenset({"tools"}))`
+    """
 
     has_parts: bool = False  # content is a list with a part of text
     has_text_arguments: bool = False  # arguments of calls are JSON text
@@ -37,7 +40,10 @@ class Writing:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a message with a sentinel in it."""
+    """A field of a message with a sentinel in it.
+
+    Example: `Field("Zq3q", "message 2, the assistant's: its text", "")`
+    """
 
     sentinel: str  # "" for a field that holds no text
     name: str  # as an error says it

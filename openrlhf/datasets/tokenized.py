@@ -103,7 +103,10 @@ _FEATURES = Features(
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Settings for reading rows; each kind of data set uses its own fields of these."""
+    """Settings for reading rows; each kind of data set uses its own fields of these.
+
+    Example: `RowFormat("question", "answer", max_len=4096, overlong="truncate")`
+    """
 
     input_key: str | None = None  # None: the first usual column that is there; so for each key
     output_key: str | None = None  # None: `usual_output`, `completion`, or the dialogue's last
@@ -137,7 +140,10 @@ class RowFormat:
 
 
 class Tokens(NamedTuple):
-    """One sequence of T tokens and which of them are targets."""
+    """One sequence of T tokens and which of them are targets.
+
+    Example: `Tokens([7, 8, 9, 2], [False, False, True, True])`: [9, 2] is learnt after [7, 8].
+    """
 
     ids: list[int]
     mask: list[bool]

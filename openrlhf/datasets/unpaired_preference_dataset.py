@@ -23,7 +23,11 @@ from openrlhf.datasets.tokenized import (
 
 @dataclass(frozen=True)
 class UnpairedExample(SFTExample):
-    """A prompt, its response, and whether that is wanted."""
+    """A prompt, its response, and whether that is wanted.
+
+    Example: prompt [7, 8] and the wanted response [9, 2]: `token_ids` [7, 8, 9, 2], `loss_mask`
+    [F, F, T, T], `is_desirable` True.
+    """
 
     is_desirable: bool
     ref_sums: Sequence[float] | None = None  # of the response under a reference, once asked

@@ -243,7 +243,10 @@ class DataIdentity:
 
 @dataclass
 class Save:
-    """A save of the run's own state at a step, and the thread that writes it."""
+    """A save of the run's own state at a step, and the thread that writes it.
+
+    Example: `Save(20, {"global_step": 20, "kl_coef": 0.01, ...})`
+    """
 
     step: int
     content: Mapping[str, Any]

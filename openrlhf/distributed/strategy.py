@@ -73,7 +73,10 @@ def get_strategy(args: Any) -> "DeepSpeedStrategy":
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size and type of a model, and the ranks that hold it."""
+    """Size and type of a model, and the ranks that hold it.
+
+    Example: `ModelSize(torch.bfloat16, 494_032_768, num_copies=8)`
+    """
 
     dtype: torch.dtype
     num_parameters: int

@@ -17,7 +17,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of one rank: of 8 = 2 dp x 2 cp x 2 tp, rank 5 is dp 1 (cp 0, tp 1)."""
+    """The place of one rank: of 8 = 2 dp x 2 cp x 2 tp, rank 5 is dp 1 (cp 0, tp 1).
+
+    Example: `Topology(world_size=8, rank=5, local_rank=5, cp_size=2, tp_size=2)`
+    """
 
     world_size: int = 1
     rank: int = 0

@@ -394,7 +394,11 @@ class EvalEngine:
 
 
 class Partition(NamedTuple):
-    """Numbers of a parameter that this rank optimizes, as part of a flat tensor."""
+    """Numbers of a parameter that this rank optimizes, as part of a flat tensor.
+
+    Example: the second half of a weight of 600 numbers, behind 1000 others in `flat`: `start` 300,
+    `numel` 300, `offset` 1000.
+    """
 
     name: str
     parameter: nn.Parameter

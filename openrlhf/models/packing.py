@@ -41,7 +41,10 @@ ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """The boundaries of the sequences of one row, on the host and on the device."""
+    """The boundaries of the sequences of one row, on the host and on the device.
+
+    Example: sequences of 3 and 2 tokens: `seq_lengths` (3, 2), `cu_seqlens` [0, 3, 5].
+    """
 
     seq_lengths: tuple[int, ...]
     cu_seqlens: Tensor  # (B + 1,) int32
@@ -111,7 +114,10 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """Attention settings of a model."""
+    """Attention settings of a model.
+
+    Example: `ScoreOptions(scale=0.125, sliding_window=4096)`: 4096 tokens are seen.
+    """
 
     scale: float | None = None
     dropout: float = 0.0
@@ -235,7 +241,11 @@ def sdpa_row_attention(
 
 @dataclass(frozen=True, eq=False)
 class SharedRow(PackedRow):
-    """A padded row of which this rank holds a slice; the padding is a sequence of its own."""
+    """A padded row of which this rank holds a slice; the padding is a sequence of its own.
+
+    Example: sequences of 3 and 2 tokens on two ranks: `seq_lengths` (3, 2, 3), of which rank 0
+    holds the positions 0, 1, 6 and 7.
+    """
 
     own: RowSlice = field(kw_only=True)
 
@@ -320,6 +330,9 @@ class ReadStates:
 
     A rank that holds none has one state all the same, which counts for nothing: modules are called
     on every rank, as ZeRO-3 needs it.
+
+    Example: of three places this rank holds the first and the last: `hidden_nH` (2, H), `here_n`
+    [0, 2], `num_places` 3.
     """
 
     hidden_nH: Tensor

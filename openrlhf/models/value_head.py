@@ -31,7 +31,10 @@ def reward_mean_and_std(config: PretrainedConfig) -> tuple[float, float]:
 
 
 class RewardTerms(NamedTuple):
-    """Output of a scalar head for a batch."""
+    """Output of a scalar head for a batch.
+
+    Example: `RewardTerms(tensor([1.3, -0.4]))` of a reward model for two sequences.
+    """
 
     scores: Tensor  # (N,) fp32; of a reward model one for each sequence
     aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts

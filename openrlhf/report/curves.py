@@ -75,7 +75,10 @@ SECTIONS = {"tokens per second": "time", "memory": "time"}  # the others stand u
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run."""
+    """One metric of one run.
+
+    Example: `Curve("run a", "reward", False, [1, 2, 3], [0.1, None, 0.5])`
+    """
 
     run: str
     metric: str
@@ -87,7 +90,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share an axis."""
+    """Curves that share an axis.
+
+    Example: `Panel("learning rate", "As the schedule had it.", "curves", [curve])`
+    """
 
     title: str
     meaning: str

@@ -27,7 +27,10 @@ NAMED_BY_TIME = "logger.wandb.run_name"
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder that was read."""
+    """A run folder that was read.
+
+    Example: `Run("sft", Path("out/sft"), [{"step": 1, "gpt_loss": 2.3}], {"train.seed": "42"})`
+    """
 
     name: str
     path: Path

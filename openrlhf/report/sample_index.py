@@ -42,7 +42,11 @@ SHOWN = "samples JOIN (SELECT unnest(?) AS shown_rowid) ON rowid = shown_rowid"
 
 @dataclass(frozen=True)
 class Query:
-    """A page of the table of samples: of one file, or of all files if `file` is None."""
+    """A page of the table of samples: of one file, or of all files if `file` is None.
+
+    Example: `Query(search="reward<0.5 sqrt", page=2)`: samples 51 to 100 of those with "sqrt" in a
+    text and a reward below 0.5.
+    """
 
     file: str | None = None
     group_id: int | None = None

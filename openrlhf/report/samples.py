@@ -47,7 +47,10 @@ MAX_EXCERPT_BYTES = 6_000_000
 
 @dataclass(frozen=True)
 class StepFile:
-    """The samples of one step, or of one evaluation."""
+    """The samples of one step, or of one evaluation.
+
+    Example: `StepFile("eval_step_000020.parquet", 20, True, 100)`
+    """
 
     name: str
     step: int

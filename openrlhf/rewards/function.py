@@ -60,7 +60,10 @@ RewardFunction = Callable[..., object]
 
 @dataclass(frozen=True)
 class WeightedFunction:
-    """One function and its share in the reward."""
+    """One function and its share in the reward.
+
+    Example: `WeightedFunction(is_short, "rewards.py", "is_short", 0.2)`
+    """
 
     function: RewardFunction
     file: str  # that it is from, for messages

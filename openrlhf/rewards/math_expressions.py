@@ -130,7 +130,10 @@ CANONICAL["in"] = "inch"  # no unit in a sentence
 
 
 class Number(NamedTuple):
-    """A number as it is written: 12.50% is Number(Fraction(25, 2), Fraction(1, 100), True)."""
+    """A number as it is written: 12.50% is Number(Fraction(25, 2), Fraction(1, 100), True).
+
+    Example: `Number(Fraction(1, 2), Fraction(1, 10))` is 0.5, `Number(Fraction(1, 2))` is 1/2.
+    """
 
     value: Fraction
     last_digit: Fraction | None = None  # None for integers and fractions

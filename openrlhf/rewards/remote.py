@@ -48,7 +48,10 @@ ENVELOPE = (
 
 @dataclass(eq=False)
 class Server:
-    """State of one server, as the client knows it."""
+    """State of one server, as the client knows it.
+
+    Example: `Server("http://10.0.0.2:5000/get_reward", num_in_flight=3, models={"rm": "9f2c51"})`
+    """
 
     url: str
     num_in_flight: int = 0
@@ -58,7 +61,10 @@ class Server:
 
 @dataclass(frozen=True)
 class Reply:
-    """A response, whole."""
+    """A response, whole.
+
+    Example: `Reply(503, b"busy", httpx.Headers({"retry-after": "2"}))`
+    """
 
     status: int
     content: bytes
@@ -67,7 +73,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a try may go better another time."""
+    """Why a try may go better another time.
+
+    Example: `Failure("answered 503: busy", wait_s=2.0)`
+    """
 
     problem: str
     wait_s: float = 0.0  # that the server asks for

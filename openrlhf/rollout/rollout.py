@@ -24,7 +24,10 @@ GroupKey = tuple[int, int]  # (episode, row) of the ledger
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """A prompt whose samples are wanted."""
+    """A prompt whose samples are wanted.
+
+    Example: `RolloutRequest(prompt, SamplingSettings(num_samples=8), "step3/17", group_id=40)`
+    """
 
     prompt: PromptRecord
     sampling: SamplingSettings

@@ -79,7 +79,10 @@ Lengths: TypeAlias = Mapping[int, int] | Sequence[int]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything that is read and checked before a model is loaded."""
+    """Everything that is read and checked before a model is loaded.
+
+    Example: `Inputs("Qwen/Qwen2.5-0.5B", tokenizer, samples, eval_samples)`
+    """
 
     model_path: str
     tokenizer: Tokenizer

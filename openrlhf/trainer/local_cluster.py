@@ -45,7 +45,10 @@ class Recovery(Protocol):
 
 @dataclass(frozen=True)
 class Cluster:
-    """The processes of a run, which wait for their models."""
+    """The processes of a run, which wait for their models.
+
+    Example: `Cluster(demands, None, torch.float32, {"actor": group}, engines=[])`
+    """
 
     demands: Sequence[RoleDemand]  # of its models and engines
     view: ClusterView | None  # None: this process

@@ -65,7 +65,11 @@ class RankFailure:
 
 @dataclass
 class StepDump:
-    """A step while it is made, and what is kept of it."""
+    """A step while it is made, and what is kept of it.
+
+    Example: `StepDump(Path("out/dumps/step_000005"), step_inputs, rollouts, {"actor": group},
+    phases, is_chosen=True)`
+    """
 
     folder: Path
     step_inputs: StepInputs

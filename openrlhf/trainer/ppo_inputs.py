@@ -15,7 +15,11 @@ from openrlhf.utils.tokenizer import Tokenizer, TokenTexts
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Checked inputs of a run."""
+    """Checked inputs of a run.
+
+    Example: three steps of 4, 4 and 2 updates, and an evaluation: `updates` [4, 4, 2], `pass_rate`
+    "eval/eval_math_pass1".
+    """
 
     run_dir: Path
     tokenizer: Tokenizer

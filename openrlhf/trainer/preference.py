@@ -51,7 +51,10 @@ class ReferencedSamples(Generic[SampleT]):
 
 @dataclass(frozen=True)
 class PreferenceBatch(Batch):
-    """B samples in one packed row of S sequences."""
+    """B samples in one packed row of S sequences.
+
+    Example: two pairs without margins: four sequences in `packed`, `labels` tensor([0.0, 0.0]).
+    """
 
     packed: PackedBatch
     labels: Tensor  # (B,) fp32 margin of each pair, or bool: the answer is desirable

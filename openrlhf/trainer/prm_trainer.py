@@ -32,7 +32,11 @@ CHUNK_MARKERS = 256  # whose logits over the whole vocabulary exist at the same 
 
 @dataclass(frozen=True)
 class MarkedBatch(Batch):
-    """Packed texts and the labels of their M markers."""
+    """Packed texts and the labels of their M markers.
+
+    Example: texts of 5 and 4 tokens, each with a marker at its end: `marker_index` [4, 8], `labels`
+    [10, 12].
+    """
 
     packed: PackedBatch
     marker_index: Tensor  # (M,) int64, positions in the packed row

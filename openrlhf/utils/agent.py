@@ -55,6 +55,8 @@ class SamplingParams:
     """Sampling settings of a turn, under vLLM's names. Every episode has its own and may change it.
 
     Temperature, top_p and repetition_penalty stay as the run's: its log-probs are taken with them.
+
+    Example: `SamplingParams(max_tokens=64, stop=["</answer>"])`
     """
 
     temperature: float = 1.0
@@ -80,7 +82,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class OpenAISession:
-    """Address and key under which an OpenAI client speaks for one episode; ends with it."""
+    """Address and key under which an OpenAI client speaks for one episode; ends with it.
+
+    Example: `OpenAISession("http://127.0.0.1:41253/v1", "sk-5f2e...", "policy", {"level": 3})`
+    """
 
     base_url: str  # "http://127.0.0.1:<port>/v1"
     api_key: str
@@ -137,7 +142,10 @@ class AgentInstanceBase(ABC):
 
 @dataclass(eq=False)
 class AgentExecutorBase:
-    """Runs episodes of an environment; override `execute` for any other way of acting."""
+    """Runs episodes of an environment; override `execute` for any other way of acting.
+
+    Example: `super().__init__(AgentInstance, max_steps=8)` in the `__init__` of `AgentExecutor`.
+    """
 
     agent_instance_cls: type[Any] | None = None
     max_steps: int = MAX_STEPS

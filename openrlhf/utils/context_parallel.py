@@ -19,7 +19,10 @@ from torch.distributed.nn.functional import all_to_all_single
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share rows, and how their attention meets."""
+    """The ranks that share rows, and how their attention meets.
+
+    Example: `ContextGroup(group, "ring", head_stride=2)`
+    """
 
     group: dist.ProcessGroup
     mode: Literal["ring", "ulysses"] = "ring"
@@ -38,7 +41,11 @@ class ContextGroup:
 
 @dataclass(frozen=True, eq=False)
 class RowSlice:
-    """The part of a row of `num_tokens` tokens that this rank holds: two chunks."""
+    """The part of a row of `num_tokens` tokens that this rank holds: two chunks.
+
+    Example: `RowSlice(context, num_tokens=10)` on rank 0 of 2: the positions 0 to 2 and 9 to 11, of
+    which the last two are padding.
+    """
 
     context: ContextGroup
     num_tokens: int

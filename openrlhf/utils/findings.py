@@ -18,7 +18,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The findings of one node, its versions and its GPUs."""
+    """The findings of one node, its versions and its GPUs.
+
+    Example: `NodeReport([Finding("memory", "64 GiB")], {"torch": "2.13.0"}, num_gpus=8)`
+    """
 
     findings: Sequence[Finding]
     versions: dict[str, str]

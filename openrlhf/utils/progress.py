@@ -27,6 +27,8 @@ Advance = Callable[..., None]
 class Quiet:
     """The time without progress of something that is waited for, and when to speak of it: after
     20 s, then after twice as long, and so on.
+
+    Example: `Quiet(seconds=12.0)` is to be spoken of after 8 s more without progress.
     """
 
     seconds: float = 0.0

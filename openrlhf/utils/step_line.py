@@ -41,7 +41,10 @@ PHASES = (
 
 @dataclass(frozen=True)
 class RunClock:
-    """When this start of a run began, and behind which step."""
+    """When this start of a run began, and behind which step.
+
+    Example: `RunClock(first_step=20, start_s=1000.0)`: at 1030.0, after step 23, a step takes 10 s.
+    """
 
     first_step: int
     start_s: float = field(default_factory=time.monotonic)

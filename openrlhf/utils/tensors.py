@@ -25,7 +25,10 @@ ALIGNMENT = 64  # bytes between the beginnings of tensors in a buffer
 
 
 class Checksum(NamedTuple):
-    """Two sums of the raw bits of a tensor, read as 64-bit words, modulo 2^64."""
+    """Two sums of the raw bits of a tensor, read as 64-bit words, modulo 2^64.
+
+    Example: of [3, 4] and of [4, 3], int64, `bit_sum` is 7; the `fingerprint` differs.
+    """
 
     fingerprint: int
     bit_sum: int  # those of parts of whole words add up to that of the tensor

@@ -38,6 +38,9 @@ def test_states_are_what_zero_leaves_on_a_rank(tiny_model_dir: Path) -> None:
     count, alone = share(tiny_model_dir, "fp32", 1)
     # fp32 on one rank: gradients and two moments, no master weights.
     assert (alone.weights, alone.states) == (4 * count, 12 * count)
+    _, first = share(tiny_model_dir, "fp32", 4, zero_stage=1)
+    # Whole gradients, a quarter of the master weights and two moments.
+    assert (first.weights, first.states) == (4 * count, 4 * count + 12 * count / 4)
     _, second = share(tiny_model_dir, "bf16", 4, zero_stage=2)
     # Gradients, master weights and two moments in fp32, a quarter of each.
     assert (second.weights, second.states) == (2 * count, 16 * count / 4)

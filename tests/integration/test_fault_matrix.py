@@ -83,6 +83,8 @@ def check(faults: Faults, given: dict) -> None:
     ledger.check()
     assert ledger.outcomes["trained"] == 4 * NUM_STEPS and not ledger.pending
     assert faults.struck_at.keys() == faults.plan.keys() == faults.seconds.keys()
+    # Every sample was of the weights of its step: else its log-probs would be others.
+    assert all(step["vllm_kl"] < 1e-6 for step in steps if "vllm_kl" in step)
 
 
 @pytest.mark.parametrize("how", [KILL, STOP], ids=["kill", "stop"])

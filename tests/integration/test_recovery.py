@@ -207,6 +207,8 @@ def test_a_long_run_outlives_faults_of_all_kinds(
         f"--num_episodes {num_steps // 2}"
     )
     given |= {"ckpt_path": given["save_path"] / "ckpt", "critic_pretrain": critic_dir}
+    with capsys.disabled():
+        print(f"\nOPENRLHF_SOAK_SEED={seed}, faults by step: {faults.plan}", flush=True)
     train_ppo_ray.main(argv("", sizes=flags, **given))
     check(faults, given, num_steps)
     [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("goodput ")]

@@ -51,7 +51,10 @@ NEUTRAL: dict[str, object] = {
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """Settings of an agent worker, with the deadline of every wait."""
+    """Settings of an agent worker, with the deadline of every wait.
+
+    Example: `AgentSetup("agent.py", tokenizer, vocab_size=151_936, max_length=4096)`
+    """
 
     path: str  # of the agent file
     tokenizer: Tokenizer
@@ -67,7 +70,10 @@ class AgentSetup:
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """One sample of one prompt, to be acted out."""
+    """One sample of one prompt, to be acted out.
+
+    Example: `EpisodeRequest("step3/17/0", prompt, SamplingSettings(max_new_tokens=256))`
+    """
 
     sample_id: str
     prompt: PromptRecord
@@ -78,9 +84,11 @@ class EpisodeRequest:
 class Segment:
     """A run of tokens the policy went through without a break; T tokens, A of them sampled.
 
-    A literal example: prompt [7, 8] sampled [9, 2], then prompt [7, 8, 9, 2, 5] sampled [4] is one
-    segment, tokens [7, 8, 9, 2, 5, 4] with mask [F, F, T, T, F, T]. A prompt that does not begin
-    with a segment's tokens (a template that rewrites history, a branch) begins one of its own.
+    A prompt that does not begin with a segment's tokens (a template that rewrites history, a
+    branch) begins one of its own.
+
+    Example: prompt [7, 8] sampled [9, 2], then prompt [7, 8, 9, 2, 5] sampled [4] is one segment,
+    `token_ids` [7, 8, 9, 2, 5, 4] with `action_mask` [F, F, T, T, F, T].
     """
 
     token_ids: list[int]  # T

@@ -68,7 +68,10 @@ def make_experience(
 
 @dataclass(frozen=True)
 class RemoteExperienceMaker:
-    """A run's settings and workers, by which rollouts become experience: OpenRLHF's name for it."""
+    """A run's settings and workers, by which rollouts become experience: OpenRLHF's name for it.
+
+    Example: `RemoteExperienceMaker(config, {"ref_logprobs": forward, "values": forward})`
+    """
 
     config: PPOConfig
     forwards: Mapping[str, Forward]

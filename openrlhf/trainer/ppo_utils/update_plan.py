@@ -65,7 +65,11 @@ OF_ALL_RANKS = ("num_tokens", "num_samples", "num_steps", "kl_coef", "num_text_t
 
 @dataclass(frozen=True)
 class UpdateShare(Sequence[UpdateStep]):
-    """The optimizer steps of one rank, cut out of its samples when they are asked for."""
+    """The optimizer steps of one rank, cut out of its samples when they are asked for.
+
+    Example: `UpdateShare(share, [([0, 2], same, ()), ([1], same, ())])`: two steps of three
+    samples, with `same` {"num_tokens": 6, "num_samples": 3, ...}.
+    """
 
     share: SampleShare
     # Of each step: the samples, what all ranks have in common, and the text
@@ -98,7 +102,11 @@ class Skip:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The metrics and columns that one rank returns for its optimizer steps."""
+    """The metrics and columns that one rank returns for its optimizer steps.
+
+    Example: samples 0 and 3 with three sampled tokens: `sample_indices` (0, 3), `columns`
+    {"new_logprobs": tensor([-0.1, -2.3, -0.4])}.
+    """
 
     metrics: Metrics
     # Of samples in the rollout batch, in the order of the columns.

@@ -63,7 +63,10 @@ ASIDE_GROUP = "aside"  # those that last
 
 @dataclass(frozen=True)
 class RaySession:
-    """A connection to a cluster."""
+    """A connection to a cluster.
+
+    Example: `RaySession({"Ray's raylet": psutil.Process(4711), "Ray's GCS": psutil.Process(4702)})`
+    """
 
     processes: Mapping[str, psutil.Process]  # Ray's own on this machine, by name
 

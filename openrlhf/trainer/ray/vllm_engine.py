@@ -114,6 +114,8 @@ class LLMRayActor(VLLMEngine):
 class RayEngine:
     """An engine actor seen as an engine, and the next actor in its place; can be sent to other
     workers. Two are equal while they stand for the same actor.
+
+    Example: `RayEngine("vllm-0", "out/logs/vllm-0", num_starts=1, make=make, node="10.0.0.2")`
     """
 
     name: str

@@ -32,7 +32,10 @@ WAIT_S = 10.0  # at the beginning and at the end
 
 @dataclass
 class Watched:
-    """One process, its last health and how long it has made no progress."""
+    """One process, its last health and how long it has made no progress.
+
+    Example: `Watched("engine vllm-0", actor, 600.0, "--engine_timeout_s")`
+    """
 
     who: str
     handle: Any
