@@ -349,7 +349,7 @@ def rollout_maker_of(
             is_streaming=has_own_devices or never_pauses,
             device_lock=phases.device_lock,
         )
-    may_mix = config.train.partial_rollout_enable
+    may_mix = config.mixes_versions
     pool = EnginePool(engines, inputs.tokenizer, vocab_size=inputs.vocab_size, may_mix=may_mix)
     return RolloutMaker(pool, GroupScorer(scorer, policy))
 

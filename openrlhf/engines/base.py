@@ -4,19 +4,15 @@ Every engine (vLLM, Hugging Face, fakes in tests) has these calls; nothing above
 knows which one it has.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Protocol, TypeVar
 
 from openrlhf.errors import LostEngineError, LostRankError
 from openrlhf.utils.images import Picture
 
 Result = TypeVar("Result")
-Int32Array: TypeAlias = npt.NDArray[np.int32]
-Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 SEED_BITS = 63
 
@@ -126,8 +122,8 @@ class Beginning:
     tag: str  # of the request
     sample: int
     start: int  # tokens of the response before these
-    token_ids: Int32Array  # (A,)
-    logprobs: Float32Array  # (A,)
+    token_ids: "array[int]"  # A ids
+    logprobs: "array[float]"  # A log-probs, in 32 bits as the engine has them
     version_starts: tuple[tuple[int, int], ...]  # of the response so far, as those of a Completion
     finish_reason: str = ""  # of a sample that is finished before others of its request
 
@@ -136,8 +132,8 @@ class Beginning:
         """Return the response so far, of parts that lie end to end."""
         starts = parts[-1].version_starts or ((0, 0),)
         return Completion(
-            tuple(np.concatenate([part.token_ids for part in parts]).tolist()),
-            tuple(np.concatenate([part.logprobs for part in parts]).tolist()),
+            tuple(token_id for part in parts for token_id in part.token_ids),
+            tuple(logprob for part in parts for logprob in part.logprobs),
             parts[-1].finish_reason,
             starts[-1][1],
             starts if len(starts) > 1 else (),

@@ -8,12 +8,12 @@ engine is made, for that takes seconds and its environment has to be set before.
 import asyncio
 import gc
 import os
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -168,8 +168,8 @@ class VLLMEngine:
                     request.tag,
                     output.index,
                     start,
-                    np.array(ids[start:], np.int32),
-                    np.array(output.logprobs.logprobs[start:], np.float32),
+                    array("i", ids[start:]),
+                    array("f", output.logprobs.logprobs[start:]),
                     version_starts_of(output),
                     output.finish_reason or "",
                 )

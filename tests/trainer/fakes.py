@@ -126,7 +126,7 @@ class FakeActor:
         if self.world.train_error_at == self.world.policy_version:
             raise TrainerBroke
         self.world.policy_version += 1
-        [(steps, _)] = shares
+        [(steps, *_)] = shares
         self.world.trained += [step.num_samples for step in steps]
         return lambda: [UpdateResult(Metrics())]
 

@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
+from array import array
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 
@@ -239,8 +239,8 @@ def test_a_rank_whose_states_do_not_move_is_quiet(method: Any) -> None:
 
 
 def part(tag: str, sample: int, start: int, *ids: int, reason: str = "") -> Beginning:
-    arrays = np.array(ids, np.int32), -np.array(ids, np.float32)
-    return Beginning(tag, sample, start, *arrays, ((0, 3),), reason)
+    logprobs = array("f", [-number for number in ids])
+    return Beginning(tag, sample, start, array("i", ids), logprobs, ((0, 3),), reason)
 
 
 def test_tokens_of_requests_in_flight_are_kept_and_come_with_the_error_of_a_lost_engine(
