@@ -146,7 +146,7 @@ def test_a_run_goes_on_with_a_new_engine_in_place_of_one_whose_device_fails(
     check(faults, given)
     assert [engine.num_starts for engine in faults.trainers[0].engines] == [2, 1]
     # The log-probs of the others' tokens were the trainer's, too: `check` has compared them.
-    assert len(num_kept) == 4 and min(num_kept) >= 10
+    assert len(num_kept) == 4 and min(num_kept) >= 5
     said = " ".join(capfd.readouterr().err.split())
     assert "vLLM engine is down: CUDA error: an illegal memory access was encountered" in said
 
