@@ -16,6 +16,7 @@ from openrlhf.distributed.checkpoints import RunCheckpoints
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ray.launcher import RayActorGroup
+from openrlhf.trainer.ray.restarts import Restarts
 from tests.helpers.processes import wait_until, workers
 
 PHASES = {
@@ -40,6 +41,7 @@ class Faults:
 
     plan: dict[int, Fault] = field(default_factory=dict)  # by step
     struck_at: dict[int, float] = field(default_factory=dict)
+    named: dict[int, float] = field(default_factory=dict)  # seconds until it was known to be lost
     seconds: dict[int, float] = field(default_factory=dict)  # until there was another one
     trainers: list[Any] = field(default_factory=list)
     step: int = 0
@@ -67,6 +69,12 @@ class Faults:
         victim = sorted(self.find(title), key=lambda process: process.pid)[-1]
         self.struck_at[step] = time.monotonic()
         victim.send_signal(how)
+
+    def known(self) -> None:
+        """Note that the last one is known to be lost."""
+        if self.struck_at:
+            step = max(self.struck_at)
+            self.named.setdefault(step, time.monotonic() - self.struck_at[step])
 
     def replaced(self) -> None:
         """Note that there is another process in place of the last one."""
@@ -105,4 +113,5 @@ def hooked(patch: pytest.MonkeyPatch, faults: Faults) -> Faults:
         (RayActorGroup, "start_again"),
     ):
         hook(patch, kind, name, after=lambda _: faults.replaced())
+    hook(patch, Restarts, "note", before=lambda _: faults.known())
     return faults
