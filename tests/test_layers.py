@@ -148,6 +148,24 @@ def test_heavy_libraries_stay_at_home():
     assert not wrong, "\n".join(wrong)
 
 
+ONLY_IN = {
+    "ray": ("openrlhf/trainer/ray/",),
+    "vllm": ("openrlhf/engines/",),
+    "deepspeed": ("openrlhf/distributed/",),
+    "peft": ("openrlhf/models/adapters.py", "openrlhf/distributed/weights.py"),
+}
+
+
+def test_one_folder_imports_a_heavy_library_in_functions_too():
+    wrong = [
+        f"{module.where}:{item.line} imports {item.name}"
+        for module in MODULES
+        for item in module.imports
+        if (homes := ONLY_IN.get(item.name.split(".")[0])) and not module.where.startswith(homes)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_only_runs_on_ray_import_it():
     """`ppo-local`, check and eval work where Ray is not installed."""
     wrong = [

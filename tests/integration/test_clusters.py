@@ -50,7 +50,9 @@ join, ready = RayActorGroup.join, RayEngine.ready
 
 def join_and_say_where(group):
     join(group)
+    host, _ = ray.get(group.handles[0].endpoint.remote())
     print("NODE", group.nodes[0])
+    print("ENDPOINT", host == group.nodes[0])
 
 
 def ready_and_say_where(engine, **options):
@@ -80,6 +82,8 @@ def test_weights_reach_an_engine_on_another_machine(way: str, given: dict) -> No
         said = run_command("-c", TRAINING, *argv(flags + way, **given), timeout=400, env=env)
     nodes = [line.split()[1] for line in said.splitlines() if line[:5] == "NODE "]
     assert sorted(nodes) == ["127.0.0.2", "127.0.0.3"]
+    # Of the addresses of this machine rank 0 gives the one by which Ray knows its node.
+    assert said.count("ENDPOINT True") == 1 and "ENDPOINT False" not in said
     records = steps_of(given["save_path"])
     assert len(records) > 1
     # The engine samples under the weights of the step before: else its log-probs would be others.

@@ -42,6 +42,7 @@ from openrlhf.trainer.ray.end_after import ending_after_this_process
 from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.ray.utils import node_address, own_gpu
+from openrlhf.trainer.workers.weight_sync import ObjectTransport
 from openrlhf.utils import stopping
 from openrlhf.utils.console import warn
 from openrlhf.utils.framework_logs import with_last_lines
@@ -225,6 +226,7 @@ class RankActor:
     def __init__(self, worker_class: type, *args: object) -> None:
         self.worker = worker_class(*args)
         self.worker.address = node_address()
+        ObjectTransport.put = staticmethod(ray.put)
 
     def endpoint(self) -> tuple[str, int]:
         """Return an address and a free port for the group's rendezvous (asked of rank 0)."""
