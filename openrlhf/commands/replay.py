@@ -156,7 +156,7 @@ def step_again(
     """Make experience and updates as the trainer does; return what became of the updates of each
     model, and how they failed.
     """
-    step_inputs, results = kept.step_inputs, {}
+    step_inputs, results, why = kept.step_inputs, {}, None
     forwards: dict[str, Forward] = forwards_of(config, groups, max(step_inputs.updates))
     if kept.computed is not None:
         forwards = {name: partial(_saved, column) for name, column in kept.computed.items()}
@@ -185,11 +185,13 @@ def step_again(
             )
             results[role] = wait()
             if (skip := results[role][0].skip) is not None:
-                return experience, results, skip.why
+                why = why or skip.why
+                if skip.left:
+                    return experience, results, why
         except NumericsError as error:
             results[role] = [groups[role].worker.notes.result()]
             return experience, results, str(error)
-    return experience, results, None
+    return experience, results, why
 
 
 def _saved(column: Tensor, experience: Experience) -> Any:

@@ -163,10 +163,7 @@ class PreferenceDataset(TokenizedDataset):
         if not form.apply_chat_template or (prompt and self._is_rendered(row, prompt)):
             return [self._answered(row, prompt, name, is_cut=is_cut) for name, is_cut in sides]
         dialogues = [self._dialogue(row, name) for name, _ in sides]
-        chosen, rejected = (
-            [*takewhile(lambda message: message["role"] != "assistant", each)] for each in dialogues
-        )
-        if chosen != rejected:
+        if _prompt_of(dialogues[0]) != _prompt_of(dialogues[1]):
             raise LeftOutError("chosen and rejected have different prompts")
         first = _num_shared(*(dialogue[:-1] for dialogue in dialogues))
         return [
@@ -196,6 +193,12 @@ class PreferenceDataset(TokenizedDataset):
         if chosen.ids == rejected.ids:
             raise LeftOutError("chosen and rejected are the same")
         super()._check_useful(tokens)
+
+
+def _prompt_of(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Return who says what before the first answer; other keys, such as ids, do not matter."""
+    asked = takewhile(lambda message: message["role"] != "assistant", messages)
+    return [(message["role"], str(message["content"]).strip()) for message in asked]
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:

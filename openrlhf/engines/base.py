@@ -115,7 +115,7 @@ class Completion:
 class Beginning:
     """Tokens of a response whose request is not finished, which another engine may go on from.
 
-    Example: `Beginning("0.17", 2, 128, ids_A, logprobs_A, ((0, 3),))`, of which 128 tokens came
+    Example: `Beginning("1.17", 2, 128, ids_A, logprobs_A, ((0, 3),))`, of which 128 tokens came
     before
     """
 

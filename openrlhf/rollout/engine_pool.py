@@ -82,7 +82,8 @@ class Dispatcher:
             return await asyncio.gather(*rests) * (sampling.num_samples // num_own)
         finally:
             for rest in rests:  # the others, if one has failed
-                rest.cancel()
+                if not rest.cancelling():  # twice would cut the wait for its engine
+                    rest.cancel()
             await asyncio.wait(rests)
 
     async def _rest(

@@ -155,10 +155,14 @@ def test_pairs_with_different_prompts_are_left_out_and_counted(tokenizer):
         {"chosen": side("q", "a"), "rejected": side("r", "b")},
         {"chosen": [message("system", "s"), *side("q", "a")], "rejected": side("q", "b")},
         {"chosen": side("q", "a", "r", "b"), "rejected": side("q", "c", "s", "d")},
+        {
+            "chosen": [user("q") | {"id": "1"}, assistant("a")],
+            "rejected": [user(" q") | {"id": "2"}, assistant("b")],
+        },
     ]
     dataset = pairs(tokenizer, rows, apply_chat_template=True)
-    assert dataset.row_ids == [0, 3]
-    told = "2 of 4 rows were left out: chosen and rejected have different prompts"
+    assert dataset.row_ids == [0, 3, 4]
+    told = "2 of 5 rows were left out: chosen and rejected have different prompts"
     assert told in dataset.notices
 
 

@@ -139,6 +139,32 @@ def test_a_response_is_of_several_policies_only_where_that_is_allowed(
     assert {each.token_versions for each in spelled(engines, may_mix=may_mix)} == {versions}
 
 
+def test_a_request_that_is_cancelled_while_others_finish_it_waits_for_each_engine() -> None:
+    class Slow(Speller):
+        async def sample(self, request: GenerationRequest) -> list[Completion]:
+            self.asked.append(request)
+            number = len(self.asked)
+            try:
+                await asyncio.sleep(30)
+            finally:  # the engine takes a while to stop it
+                await asyncio.sleep(0.05 * number)
+            raise AssertionError
+
+    async def run() -> None:
+        slow = Slow()
+        dispatcher = Dispatcher([Speller({k: letters("h") for k in range(3)}), slow])
+        settings = SamplingSettings(num_samples=3, max_new_tokens=5)
+        asked = dispatcher.sample(GenerationRequest("step1/7", (1, 2), settings), home=0)
+        work = asyncio.ensure_future(asked)
+        while len(slow.asked) < 3:
+            await asyncio.sleep(0.01)
+        work.cancel()
+        await asyncio.wait([work])
+        assert work.cancelled() and dispatcher._loads == [0, 0]
+
+    asyncio.run(run())
+
+
 def test_a_response_that_a_text_ends_is_sampled_anew_and_greedy_ones_once() -> None:
     told = {0: letters("hel")}
     up = Speller()

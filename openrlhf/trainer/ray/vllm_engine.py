@@ -79,7 +79,8 @@ class LLMRayActor(VLLMEngine):
     def _step(self) -> None:
         """Do a step; now and then, have `health` report what it has made."""
         super()._step()
-        if self._is_asked and time.monotonic() - self._reported_at > REPORT_EVERY_S:
+        is_due = time.monotonic() - self._reported_at > REPORT_EVERY_S
+        if is_due and self._is_asked and self.is_busy:
             self._is_asked = False
             with errors_to(self._report_no_more):  # it reads what is not of vLLM's interface
                 for beginning in self.new_beginnings(self._num_known):
@@ -226,8 +227,8 @@ class RayEngine:
         try:
             return await self._sample(replace(request, tag=tag))
         except LostEngineError as error:
-            made = self.made.get(tag, {})
-            error.made = {k: Beginning.joined(parts) for k, parts in made.items()}
+            made = [*self.made.get(tag, {}).items()]  # a report may come meanwhile
+            error.made = {k: Beginning.joined(parts) for k, parts in made}
             raise
         finally:
             del self.requests[tag]

@@ -234,8 +234,9 @@ class TrainedWorker(ModelWorker):
         return notes.result()
 
     def updates_done(self) -> int:
-        """Return the optimizer steps of the last rollout batch that are in the weights, or were
-        skipped."""
+        """Return the optimizer steps of the last rollout batch that were made, or skipped before
+        another one.
+        """
         return self.notes.num_updates
 
     def _step(self, notes: "UpdateNotes") -> str:
