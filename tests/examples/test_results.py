@@ -34,10 +34,38 @@ def test_the_script_of_sums_trains_the_real_model(tmp_path: Path) -> None:
     found = [r["eval/eval_default_pass1"] for r in records if "eval/eval_default_pass1" in r]
     assert len(found) == 2 and 0.05 < found[0] < 0.2
     assert (tmp_path / "rl" / "model.safetensors").exists()
-    log, picture = tmp_path / "trl.log", tmp_path / "sums.png"
-    log.write_text(run_command("python", RESULTS / "sums_trl.py", tmp_path, "1", "0", timeout=300))
-    run_command("python", RESULTS / "draw.py", tmp_path / "rl", log, picture)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_same_sums_with_trl_are_asked_alike_and_compared(tmp_path: Path) -> None:
+    sizes = {"STEPS": "2", "SEEDS": "0", "EVERY": "1", "MICRO_BATCH": "128"}
+    env = os.environ | sizes | {"OUT": str(tmp_path)}
+    said = run_command("bash", RESULTS / "beside_trl.sh", env=env, timeout=850)
+    ours, theirs, ratio = said.splitlines()[-3:]
+    for row, name in ((ours, "openrlhf"), (theirs, "TRL")):
+        trained_by, seed, reached, seconds, gib, rates = row.strip("| ").split(" | ")
+        assert (trained_by, seed, reached) == (name, "0", "not reached")
+        assert float(seconds) > 0 and 1 < float(gib) < 24
+        assert all(0 <= float(rate) < 0.4 for rate in rates.split(", ")) and "," in rates
+    assert ratio.startswith("TRL takes ")
+    picture = tmp_path / "sums.png"
+    run_command("python", RESULTS / "draw.py", tmp_path / "seed-0" / "rl", tmp_path, picture)
     assert picture.stat().st_size > 10_000
+    run_command("python", RESULTS / "draw_runs.py", picture, f"sums={tmp_path}/seed-0/rl")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_sft_and_dpo_with_trl_learn_from_the_same_rows_and_are_compared(tmp_path: Path) -> None:
+    sizes = {"PROMPTS": "48", "SEEDS": "0", "SAMPLES": str(tmp_path / "none")}
+    env = os.environ | sizes | {"OUT": str(tmp_path)}
+    said = run_command("bash", RESULTS / "offline_trl.sh", env=env, timeout=1150)
+    rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line[:1] == "|"][-4:]
+    assert [row[0] for row in rows] == ["`sft`", "sft, TRL", "`dpo`", "dpo, TRL"]
+    for ours, theirs in (rows[:2], rows[2:]):  # the same loss of the same rows before an update
+        first, second = (float(row[4].split(", ")[0]) for row in (ours, theirs))
+        assert abs(first - second) < 0.05 * first
 
 
 @pytest.mark.slow
