@@ -63,7 +63,7 @@ class StubGroup(WorkerGroup):
         """Return the seconds of a clock that stands still while results are made."""
         return time.perf_counter() - self.own_s
 
-    def result(self, share: Any, columns: Sequence[str] | None = None) -> object:
+    def result(self, share: Any, columns: Sequence[str] | None = None, num_done: int = 0) -> object:
         """Return a column of a forward, or what a rank returns of its updates."""
         if columns is None:
             return self.column[: len(share) * NUM_ACTIONS]

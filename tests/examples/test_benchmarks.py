@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import real_shapes, run, saving
+from benchmarks import controller, real_shapes, run, saving
 from benchmarks.supervised import packed
 
 
@@ -33,6 +33,15 @@ def test_each_ratio_at_real_shapes_is_said_with_its_goal(
     for kind in ("GRPO", "SFT", "DPO"):
         names += [f"{kind} step: TRL / ours", f"{kind} step: peak memory, ours / TRL's"]
     assert [line.split(", fp32")[0] for line in said] == names
+
+
+def test_what_the_controller_does_for_a_step_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["controller", "--samples", "64", "--ranks", "4"])
+    controller.main()
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("shares_of_a_forward=") and " ms_per_100=" in row
 
 
 def test_rows_are_packed_in_order_into_micro_batches() -> None:
