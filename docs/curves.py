@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 
 PICTURES = Path(__file__).parent / "assets" / "curves"
 # Title of a panel -> names of its metric in training, and of the same on held-out data.
-PANELS = {
+PICTURE_PANELS = {
     "reward": (("reward",), ("eval/eval_sums_pass1",)),
     "loss": (("gpt_loss", "kto_loss", "prm_loss", "loss"), ("eval/kto_loss", "eval/loss")),
     "divergence to the teacher": (("distil_loss",), ()),
@@ -38,7 +38,7 @@ def draw(run_dir: Path) -> None:
     """Draw a small picture with a panel for each metric."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    found = {title: [series(records, n) for n in names] for title, names in PANELS.items()}
+    found = {title: [series(records, n) for n in names] for title, names in PICTURE_PANELS.items()}
     shown = {title: both for title, both in found.items() if both[0] is not None}
     columns = min(len(shown), MAX_COLUMNS)
     rows = -(-len(shown) // columns)

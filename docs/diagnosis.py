@@ -28,7 +28,7 @@ FLAGS = {
     "long": f"--generate_max_len {LONGEST} --actor_learning_rate 5e-4 --init_kl_coef 1e-8",
 }
 REWARDS = {"flat": "forgets_the_end", "kl": "likes_nines", "long": "likes_length"}
-PANELS = {
+DIAGNOSIS_PANELS = {
     "flat": ["reward", "spread of rewards"],
     "kl": ["KL", "reward", "evaluation", "clipped tokens"],
     "long": ["response length", "responses cut off", "reward", "evaluation"],
@@ -142,7 +142,7 @@ def draw(folder: Path, name: str) -> None:
     """Take the pictures of a run: some curves, and of the flat one the samples too."""
     page = Page(folder / name / "report.html")
     page.show("curves", 940, "#view-curves .plot-container", 5)
-    page.driver.execute_script(KEEP_PANELS, PANELS[name])
+    page.driver.execute_script(KEEP_PANELS, DIAGNOSIS_PANELS[name])
     page.take("#view-curves .panels", name)
     if name == "flat":
         page.show("samples", 1060, "#table .tabulator-row", NUM_ROWS)

@@ -150,6 +150,12 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
 
 def machine_fault(error: BaseException) -> MachineError | None:
     """Return an error of the system as one of the machine, if it says that something ran out."""
+    # torch's errors, which is not imported here.
+    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):
+        return MachineError(
+            f"{first_line(error)} Type a smaller micro-batch, --gradient_checkpointing or "
+            '--zero_stage 3: "Out of memory" in docs/troubleshooting.md has more ways.'
+        )
     if not isinstance(error, OSError) or error.errno not in NO_ROOM:
         return None
     where = f" ({error.filename})" if error.filename else ""

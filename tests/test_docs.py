@@ -4,6 +4,7 @@ Bash itself splits each block into commands; those of the README are run by
 tests/examples/test_readme_commands.py.
 """
 
+import ast
 import math
 import re
 from importlib import import_module
@@ -203,10 +204,33 @@ def test_nobody_is_told_to_install_the_name_on_the_index() -> None:
         assert not re.search(r"pip install\s+(-U\s+)?[\"']?openrlhf", document.read_text())
 
 
+def columns_that_are_logged(source: str) -> set[str]:
+    """Names that stand in a dictionary of a function that logs each of its columns."""
+    names: set[str] = set()
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        nodes = list(ast.walk(function))
+        calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
+        if not any(call.startswith(("metrics.add(name,", "add_means(")) for call in calls):
+            continue
+        keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
+        keys += [
+            node.slice
+            for node in nodes
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+        ]
+        names |= {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+    return names
+
+
 def test_the_page_of_metrics_names_what_is_logged():
     text = (ROOT / "docs" / "metrics.md").read_text()
     sources = [path.read_text() for path in (ROOT / "openrlhf").rglob("*.py")]
     logged = {name for s in sources for name in re.findall(r'etrics\.add\(\s*"([\w/]+)"', s)}
     logged |= {f"timing/{name}" for s in sources for name in re.findall(r'timed\("(\w+)"', s)}
+    by_column = {name for source in sources for name in columns_that_are_logged(source)}
+    assert {"reward", "values", "vllm_kl", "gpt_loss"} <= by_column
+    logged |= by_column - {"is_ratio"}  # of a staleness only, which the page names as <name>
     assert len(logged) > 40
     assert sorted(name for name in logged if f"`{name}`" not in text) == []

@@ -61,39 +61,52 @@ def rloo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """Return r_i - mean of the others of its group (arXiv 2402.14740); 0 in a group of one,
     (B,).
     """
-    mean_B, size_B = _group_mean_and_size(rewards_B, group_ids_B)
+    owner_B, size_G = _groups(rewards_B, group_ids_B)
+    mean_B, size_B = _means(rewards_B, owner_B, size_G)[owner_B], size_G[owner_B]
     # r - (n mean - r) / (n - 1) = (r - mean) n / (n - 1)
     return ((rewards_B - mean_B) * size_B / (size_B - 1).clamp(min=1)).to(rewards_B.dtype)
 
 
 def group_centred(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """Return r_i - mean of its group (Dr. GRPO, arXiv 2503.20783); 0 in a group of one, (B,)."""
-    mean_B, _ = _group_mean_and_size(rewards_B, group_ids_B)
-    return (rewards_B - mean_B).to(rewards_B.dtype)
+    owner_B, size_G = _groups(rewards_B, group_ids_B)
+    return (rewards_B - _means(rewards_B, owner_B, size_G)[owner_B]).to(rewards_B.dtype)
 
 
 def group_standardised(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """Return (r_i - mean) / (std + 1e-9) in the group, std with n - 1 (GRPO, arXiv 2402.03300),
     (B,).
     """
-    mean_B, size_B = _group_mean_and_size(rewards_B, group_ids_B)
-    centred_B = rewards_B - mean_B
-    mean_square_B, _ = _group_mean_and_size(centred_B.square(), group_ids_B)
-    std_B = (mean_square_B * size_B / (size_B - 1).clamp(min=1)).sqrt()
+    owner_B, size_G = _groups(rewards_B, group_ids_B)
+    centred_B = rewards_B - _means(rewards_B, owner_B, size_G)[owner_B]
+    std_B = group_stds(rewards_B, group_ids_B)[owner_B]
     return (centred_B / (std_B + STD_EPSILON)).to(rewards_B.dtype)
 
 
-def _group_mean_and_size(values_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the size of every sample's group, (B,) each.
-
-    The mean is float64, so that equal rewards differ from it by exactly 0: their std is 0 as well,
-    and a rounding error divided by 1e-9 would be an advantage.
+def group_stds(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """Return the standard deviation of the rewards of each group, with n - 1, (G,) in float64; 0
+    for a group of one. Groups are in the order of their ids.
     """
-    assert values_B.shape == group_ids_B.shape, "one group id per reward is needed"
+    owner_B, size_G = _groups(rewards_B, group_ids_B)
+    squares_B = (rewards_B - _means(rewards_B, owner_B, size_G)[owner_B]).square()
+    return (_means(squares_B, owner_B, size_G) * size_G / (size_G - 1).clamp(min=1)).sqrt()
+
+
+def _groups(rewards_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of each sample's group, (B,), and the size of each group, (G,)."""
+    assert rewards_B.shape == group_ids_B.shape, "one group id per reward is needed"
     _, owner_B, size_G = group_ids_B.unique(return_inverse=True, return_counts=True)
+    return owner_B, size_G
+
+
+def _means(values_B: Tensor, owner_B: Tensor, size_G: Tensor) -> Tensor:
+    """Return the mean of each group, (G,).
+
+    It is float64, so that equal rewards differ from it by exactly 0: their std is 0 as well, and a
+    rounding error divided by 1e-9 would be an advantage.
+    """
     sum_G = torch.zeros(len(size_G), dtype=torch.float64, device=values_B.device)
-    sum_G.index_add_(0, owner_B, values_B.double())
-    return (sum_G / size_G)[owner_B], size_G[owner_B]
+    return sum_G.index_add_(0, owner_B, values_B.double()) / size_G
 
 
 def shape_episodes(

@@ -37,7 +37,9 @@ from openrlhf.config.generation import (
 Estimator = Literal[
     "gae", "reinforce", "flash_reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"
 ]
+# Those that compare the samples of a prompt, and those that can discount.
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+DISCOUNTING_ESTIMATORS = ("gae", "reinforce")
 DEFAULT_GROUP_SIZE = 8
 # Level and mode that a name of the importance correction stands for.
 IS_CORRECTION_TYPES = {
@@ -481,7 +483,7 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
                 f"--n_samples_per_prompt is 1. Type --n_samples_per_prompt {DEFAULT_GROUP_SIZE} "
                 "(or any number above 1)."
             )
-        if estimator not in ("gae", "reinforce") and gamma != 1:
+        if estimator not in DISCOUNTING_ESTIMATORS and gamma != 1:
             yield f"--advantage_estimator {estimator} needs --gamma 1: {gamma}. Type --gamma 1."
         if buffer_len is not None and buffer_len > max_len:
             yield (

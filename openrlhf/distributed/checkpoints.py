@@ -638,6 +638,8 @@ class RunCheckpoints:
         """
         if self.config.save_steps > 0:  # or else they are another run's
             self.store.set_aside(after_step=step)
+        if step < (self.last_step or 0):  # what was saved last is damaged
+            self.saved_step, self.saved_state = step or None, None
         best = self.store.best() if self.config.keeps_best else None
         if best is None or self.store.step_of(best) <= step:
             return False

@@ -290,9 +290,8 @@ class TrainEngine:
             folders.write_json(folder / ENGINE, _description_of(self.engine) | own)
         if not self._copies:
             return folders.nothing
-        tp_rank, dp_rank = _tp_and_dp_rank(self.engine)
         content = _content(self.engine, has_optimizer=has_optimizer)
-        file = folder / f"tp{tp_rank}-dp{dp_rank}.pt"
+        file = folder / _file_name(self.engine)
         is_first = self._sharing[0] == collectives.rank()
         return folders.take_tensors(
             content,
@@ -429,8 +428,7 @@ def _content(engine: "DeepSpeedEngine", *, has_optimizer: bool) -> dict[str, dic
 @torch.no_grad()
 def _load_parts(engine: "DeepSpeedEngine", folder: Path) -> None:
     """Fill the tensors that the optimizer knows from the parts that any ranks wrote."""
-    tp_rank, _ = _tp_and_dp_rank(engine)
-    files = [_read(path) for path in sorted(folder.glob(f"tp{tp_rank}-dp*.pt"))]
+    files = _files_with_parts(engine, folder)
     states = engine.basic_optimizer.state
     states.clear()
     for part in _parts(engine):
@@ -455,6 +453,27 @@ def _load_parts(engine: "DeepSpeedEngine", folder: Path) -> None:
                 f"{folder} lacks weights of {part.name}. Train the same layers as the run that "
                 "wrote it, or leave --load_checkpoint out."
             )
+
+
+def _files_with_parts(engine: "DeepSpeedEngine", folder: Path) -> list[dict[str, dict[str, Any]]]:
+    """Return the content of the rank's own file, if it has the parts that this rank optimizes, or
+    else of the files of all ranks: of a thousand ranks, each would open a thousand files.
+    """
+    own = folder / _file_name(engine)
+    if own.exists():
+        file = _read(own)
+        known = {name: (part["start"], len(part[WEIGHTS])) for name, part in file.items()}
+        if all(known.get(part.name) == (part.start, part.numel) for part in _parts(engine)):
+            return [file]
+    return [_read(path) for path in sorted(folder.glob(_file_name(engine, "*")))]
+
+
+def _file_name(engine: "DeepSpeedEngine", dp_rank: int | str | None = None) -> str:
+    """Return the name of the file with the states of this rank, or of another one of those with
+    the same slice of the weights.
+    """
+    tp_rank, own_rank = _tp_and_dp_rank(engine)
+    return f"tp{tp_rank}-dp{own_rank if dp_rank is None else dp_rank}.pt"
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

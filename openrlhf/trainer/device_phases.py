@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.errors import LostEngineError
+from openrlhf.errors import CheckpointError, LostEngineError, NumericsError
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.workers.model_worker import TrainedWorker
 
@@ -77,8 +77,10 @@ class DevicePhases:
                 group.call(TrainedWorker.reload_states)
         try:
             yield
-        finally:
+        except (CheckpointError, NumericsError):  # of all ranks; after others, peers may hang
             self.put_away(group)
+            raise
+        self.put_away(group)
 
     @contextmanager
     def sync(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from openrlhf.distributed.checkpoints import (
     open_checkpoints,
 )
 from openrlhf.distributed.folders import Write
-from openrlhf.errors import CheckpointError, ConfigError, LostRankError
+from openrlhf.errors import CheckpointError, ConfigError, EngineError, LostRankError
 from openrlhf.rollout.rollout_queue import RolloutQueue, write_groups
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.device_phases import DevicePhases
@@ -129,7 +129,8 @@ class RunState:
             raise ConfigError(text) from error
 
     def check_room(self) -> None:
-        """Raise ConfigError where the disk has no room for a checkpoint."""
+        """Raise ConfigError where the disk has no room for the model or a checkpoint."""
+        self.groups["actor"].call(PolicyModelActor.check_room)
         sizes = [group.call(TrainedWorker.num_state_bytes)[0] for group in self.groups.values()]
         self.checkpoints.check_room(sum(sizes))
 
@@ -165,7 +166,11 @@ class RunState:
         if self.checkpoints.go_back(0 if saved is None else saved.step):
             state["evaluations"] = first  # the next best one has a model again
         if saved is not None:
-            self._load_models(saved)
+            try:
+                self._load_models(saved)
+            except CheckpointError as error:  # the models are new: they are not to be exported
+                text = f"{why}. The new ranks cannot load {saved.path}: {error}"
+                raise EngineError(text) from error
         if keeps_samples:
             del state["sampler"]
         self.load_state_dict(state)

@@ -521,8 +521,10 @@ class PPOTrainer:
                 if is_lost or engines[index] in tried:
                     engines[index].lose(LostEngineError(reason))
                     lost.append(reason)
-                elif engines[index].is_up:  # or else another one gets the weights in its place
+                elif engines[index].is_up:
                     again.append(engines[index])
+                else:  # one in place of a lost one: yet another begins anew
+                    lost.append(reason)
             tried, engines = [*tried, *again], again
         return lost
 

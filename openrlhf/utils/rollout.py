@@ -65,7 +65,7 @@ class Rollout:
     weight_versions: Tensor  # (A,) int32: version of the weights each token was sampled under
     finish_reason: str  # "stop" or "length"
     prompt_text: str
-    response_text: str
+    response_text: str  # with special tokens
     label: object = ""
     datasource: str = "default"
     columns: dict[str, object] = field(default_factory=dict)  # further columns of the row
@@ -77,7 +77,7 @@ class Rollout:
     reward_parts: dict[str, float] = field(default_factory=dict)  # of several functions or models
     # For the reward source: the prompt as its row has it, the response without special tokens.
     source_prompt: object = None
-    plain_response: str = ""
+    plain_response: str = ""  # empty in an agent's episode
     extra_columns: dict[str, object] = field(
         default_factory=dict
     )  # what the reward source noted besides

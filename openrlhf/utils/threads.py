@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ OMP_PAUSE_SOFT = 1  # omp_pause_resource_t of OpenMP 5.0
 # OpenMP when torch is imported.
 IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 CLOSE_S = 10.0  # until a call that does not end is left behind
+NUM_CALLS = 6  # of a stack that are named
 NICE = 10  # a tenth of a core that others want
 
 Call = Callable[[], None]
@@ -64,6 +66,16 @@ def on_loop(method: Callable[..., Coroutine[Any, Any, Result]]) -> Callable[...,
         return result
 
     return call
+
+
+def where_is(thread_id: int) -> str:
+    """Return the calls that a thread is in, the innermost first, as words; empty if it has ended.
+
+    Example: `"wait (threading.py:355) < all_reduce (distributed_c10d.py:2810) < run (run.py:9)"`
+    """
+    frame = sys._current_frames().get(thread_id)
+    calls = traceback.extract_stack(frame)[: -NUM_CALLS - 1 : -1] if frame else []
+    return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)
 
 
 _busy: set[threading.Thread] = set()  # that are held by a call

@@ -155,7 +155,12 @@ def test_flash_reinforce_subtracts_the_mean_of_the_batch_and_nothing_else():
 
 def test_the_flag_has_every_estimator():
     assert set(get_args(Estimator)) == set(ESTIMATORS)
-    assert set(GROUP_ESTIMATORS) <= set(ESTIMATORS)
+
+
+def test_the_flag_knows_which_estimators_learn_nothing_from_one_sample_a_prompt():
+    rewards, group_ids = torch.tensor([2.0, 5.0]), torch.tensor([0, 1])
+    shaped = {name: entry.shape(rewards, group_ids) for name, entry in ESTIMATORS.items()}
+    assert {name for name, found in shaped.items() if not found.any()} == set(GROUP_ESTIMATORS)
 
 
 def test_overlong_penalty_grows_linearly_over_the_buffer():

@@ -9,9 +9,11 @@ what rank 0 broadcasts arrives.
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed import train_engine
 from openrlhf.distributed.collectives import all_or_none
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import exported_parameters, hf_model_of
@@ -47,12 +50,17 @@ def walk(model_dir: str, stage: int, dtype: str) -> dict[str, object]:
         all_or_none(engine.take_states(Path(folder)))
         [file] = Path(folder).glob("*.pt")
         content = torch.load(file)
+        for number in range(1000, 1003):  # of other ranks
+            shutil.copy(file, file.with_name(f"tp0-dp{number}.pt"))
+        with patch.object(train_engine, "_read", wraps=train_engine._read) as read:
+            train_engine._load_parts(engine.engine, Path(folder))
     shapes = {n: [*t.shape] for n, t in exported_parameters(hf_model_of(engine.module))}
     return {
         "step": counted(step),
         "save": counted(save),
         "shapes": shapes,
         "file": file.name,
+        "read": [call.args[0].name for call in read.call_args_list],
         "held": {name: [part["start"], part["fp32"].numel()] for name, part in content.items()},
         "states": sum(part["exp_avg"].numel() for part in content.values()),
         "whole": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),

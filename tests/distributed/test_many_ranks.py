@@ -39,6 +39,7 @@ def test_a_rank_holds_its_part_of_the_optimizer_and_writes_it_under_its_number(
         assert share <= first["states"] <= share + 2  # padded to an even number
         assert 0 < other["states"] <= share + 2
         assert (first["file"], other["file"]) == ("tp0-dp0.pt", f"tp0-dp{world // 2}.pt")
+        assert (first["read"], other["read"]) == ([first["file"]], [other["file"]])
         assert min(start for start, _ in first["held"].values()) == 0
     # ZeRO-3 cuts every parameter, so a rank's parts are rounded up one by one.
     of_three = walked(tiny_model_dir, 3, 512, 0)

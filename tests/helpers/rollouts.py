@@ -1,5 +1,7 @@
 """Samples of a rollout, as small as they can be."""
 
+from itertools import count
+
 import torch
 
 from openrlhf.models.actor import Actor
@@ -7,6 +9,8 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.images import Picture
 from openrlhf.utils.rollout import Rollout, sequence_tensors
+
+_numbers = count()
 
 
 def rollout(
@@ -19,7 +23,7 @@ def rollout(
 ) -> Rollout:
     token_ids, action_mask = sequence_tensors(prompt, response)
     return Rollout(
-        sample_id=f"{group}/{prompt}",
+        sample_id=f"test/{group + 1}/{next(_numbers)}",
         group_id=group,
         row_id=group,
         token_ids=token_ids,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 from ray._private import services
 
-from openrlhf.errors import ConfigError, LostEngineError, MachineError
+from openrlhf.errors import ConfigError, LostEngineError, LostRankError, MachineError
 from openrlhf.trainer.ray import launcher
 from openrlhf.trainer.ray.deaths import death_of_worker
 from openrlhf.trainer.ray.launcher import find_cluster
@@ -183,3 +184,44 @@ def test_a_worker_without_room_names_itself_and_what_ran_out(monkeypatch) -> Non
     monkeypatch.setattr(launcher.ray, "get", get)
     with pytest.raises(MachineError, match=r"vllm-0: this machine is out of .*: No space left on"):
         launcher.get(None, "vllm-0", 1.0)
+
+
+class FailingDevice:
+    """A worker whose device fails."""
+
+    error: Exception
+
+    def run(self, method: str) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), LostRankError, "its dev"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), LostRankError, "its device"),
+        (torch.OutOfMemoryError("CUDA out of memory."), torch.OutOfMemoryError, "CUDA out"),
+        (RuntimeError("a bug"), RuntimeError, "a bug"),
+    ],
+)
+def test_a_rank_whose_device_fails_is_lost(error, raised, said) -> None:
+    FailingDevice.error = error
+    rank = launcher.RankActor(FailingDevice)
+    with pytest.raises(raised, match=said):
+        rank.run("fit")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_rank_without_memory_says_what_to_type(error, monkeypatch) -> None:
+    def get(*_: object, **__: object) -> None:
+        raise ray.exceptions.RayTaskError("fit", "Traceback …", error).as_instanceof_cause()
+
+    monkeypatch.setattr(launcher.ray, "get", get)
+    with pytest.raises(MachineError, match=r"^actor rank 0: .*memory.* Type a smaller micro-batch"):
+        launcher.get(None, "actor rank 0", 1.0)

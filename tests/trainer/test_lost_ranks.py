@@ -27,6 +27,7 @@ from openrlhf.errors import (
     CheckpointError,
     DataError,
     EngineError,
+    LostEngineError,
     LostRankError,
     NoRestartError,
     OpenRLHFError,
@@ -38,6 +39,7 @@ from openrlhf.trainer.ray import launcher
 from openrlhf.trainer.ray.restarts import Restarts
 from openrlhf.trainer.workers.critic_and_frozen import ReferenceModelActor
 from openrlhf.trainer.workers.model_worker import TrainedWorker
+from openrlhf.trainer.workers.weight_sync import SyncFailure
 from openrlhf.utils import progress, stopping
 from openrlhf.utils.callbacks import Callback
 from tests.helpers.rollouts import rollout
@@ -379,6 +381,32 @@ def test_saves_that_fail_up_to_the_last_step_do_not_cost_the_model(
     assert exported == [3]
 
 
+def test_new_ranks_that_cannot_load_their_checkpoint_are_not_exported(tmp_path: Path) -> None:
+    trainer, actor = losing_trainer(World(), tmp_path, save_steps=3, lost_in_updates={4})
+    call = actor.call
+
+    def unreadable(method: Any, *args: Any, **options: Any) -> Any:
+        if method is TrainedWorker.load_states:
+            raise CheckpointError("[Errno 116] Stale file handle")
+        return call(method, *args, **options)
+
+    actor.call = unreadable  # type: ignore[method-assign]
+    exported: list[int] = []
+    with pytest.raises(EngineError, match=r"SIGKILL\. The new ranks cannot load .*step3: .*Stale"):
+        fit_and_export(trainer, lambda: exported.append(actor.world.policy_version), 60.0)
+    assert exported == []
+
+
+def test_a_new_engine_that_did_not_get_its_weights_is_not_used(tmp_path: Path) -> None:
+    trainer, actor = losing_trainer(World(), tmp_path, save_steps=-1)
+    failure = {0: SyncFailure("the broadcast of weights failed", is_lost=False)}
+    actor.call = lambda *_: [failure]  # type: ignore[method-assign]
+    engine = SimpleNamespace(is_up=False, is_lost=True)
+    with pytest.raises(LostEngineError, match="the broadcast of weights failed"):
+        trainer.update_engine(engine)
+    assert engine.is_lost
+
+
 def test_a_rank_that_is_lost_while_the_first_models_load_is_started_again() -> None:
     class Group:
         num_shares = 1
@@ -503,6 +531,7 @@ def test_the_error_of_one_rank_is_raised_though_its_peers_wait_for_it(
 @pytest.fixture
 def starting(monkeypatch: pytest.MonkeyPatch) -> launcher.RayActorGroup:
     """A group whose ranks start as soon as `join` of the group returns."""
+    monkeypatch.setattr(launcher, "PAUSE_S", 0.0)
     monkeypatch.setattr(launcher, "start_actor", lambda *_: SimpleNamespace())
     monkeypatch.setattr(launcher, "wait_for_node", lambda *_: None)
     monkeypatch.setattr(launcher.ray, "kill", lambda handle: None)
@@ -570,19 +599,27 @@ BROKEN = "[…/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0
 
 
 @pytest.mark.parametrize(
-    ("felt", "raised"),
-    [(RuntimeError(BROKEN), LostRankError), (RuntimeError("a bug"), OpenRLHFError)],
+    ("felt", "known_after_s", "raised", "said"),
+    [
+        (RuntimeError(BROKEN), 12, LostRankError, "actor rank 1 of 3 died"),
+        (RuntimeError(BROKEN), 99, LostRankError, "actor rank 0 of 3: RuntimeError: […/gloo"),
+        (RuntimeError("a bug"), 12, OpenRLHFError, "actor rank 0 of 3: RuntimeError: a bug"),
+    ],
 )
 def test_the_end_of_a_node_that_ray_knows_of_late_is_behind_a_broken_collective(
-    felt: Exception, raised: type, monkeypatch: pytest.MonkeyPatch
+    felt: Exception,
+    known_after_s: float,
+    raised: type,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handles = [SimpleNamespace(run=SimpleNamespace(remote=lambda *_, n=n: n)) for n in range(3)]
     monkeypatch.setattr(launcher, "start_actor", lambda *_: handles.pop(0))
 
     def wait(references: list[int], timeout: float) -> tuple[list[int], list[int]]:
-        """Rank 0 has failed, rank 1 is known to be dead after 12 s, rank 2 hangs."""
+        """Rank 0 has failed, rank 1 is known to be dead after a time, rank 2 hangs."""
         done = [n for n in references if n == 0 or (n == 1 and 0 not in references)]
-        if timeout < 12:
+        if timeout < known_after_s:
             done = []
         return done, [n for n in references if n not in done]
 
@@ -598,9 +635,7 @@ def test_the_end_of_a_node_that_ray_knows_of_late_is_behind_a_broken_collective(
     )
     with pytest.raises(OpenRLHFError) as caught:
         group.call(TrainedWorker.offload_states)
-    assert type(caught.value) is raised
-    whose = "actor rank 1 of 3 died" if raised is LostRankError else "actor rank 0 of 3: Runtime"
-    assert str(caught.value).startswith(whose)
+    assert type(caught.value) is raised and str(caught.value).startswith(said)
 
 
 def test_a_new_engine_and_training_take_turns_on_devices_that_they_share() -> None:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import Barrier
 from types import SimpleNamespace
 
@@ -11,7 +12,13 @@ import torch
 from openrlhf.config.cli import parse_config
 from openrlhf.config.generation import AgentsConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ConfigError, LostRankError, NoRestartError
+from openrlhf.errors import (
+    ConfigError,
+    LostRankError,
+    NoRestartError,
+    NumericsError,
+    OpenRLHFError,
+)
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.local_cluster import Cluster
 from openrlhf.trainer.ppo_utils.demands import (
@@ -269,3 +276,21 @@ def test_engines_sleep_and_wake_at_the_same_time() -> None:
     phases.sleep()
     with phases.sync(), phases.rollout():
         pass
+
+
+@pytest.mark.parametrize(
+    ("error", "moves"),
+    [
+        (None, ["reload_states", "offload_states"]),
+        (NumericsError("a loss is not finite"), ["reload_states", "offload_states"]),
+        (OpenRLHFError("actor rank 0: a bug"), ["reload_states"]),
+    ],
+)
+def test_nobody_waits_for_the_peers_of_a_rank_that_has_failed(error, moves) -> None:
+    called: list[str] = []
+    group = SimpleNamespace(call=lambda method: called.append(method.__name__))
+    phases = DevicePhases([], engines_sleep=False, training_sleeps=True)
+    with pytest.raises(type(error)) if error else nullcontext(), phases.update(group):
+        if error:
+            raise error
+    assert called == moves

@@ -1,6 +1,7 @@
 """Who counts as not getting on, and who is ended for it."""
 
 import asyncio
+import re
 import threading
 from array import array
 from concurrent.futures import Future
@@ -156,6 +157,7 @@ def test_a_rank_that_was_ended_does_not_keep_others_from_being_judged(killed):
     group.end_rank = lambda rank, handle, why: group.ended.append(handle)
     rank, engine = WatchedRank(group, 0, 30.0), watched("engine", 30.0)
     rank.quiet.add(31.0)
+    rank.is_responding = False
     run = Watch([rank, engine])
     run._judge()
     engine.hear(None, 31.0)
@@ -191,6 +193,43 @@ def test_an_error_that_nobody_expects_does_not_end_the_watch(killed, monkeypatch
     run._run()
     assert killed == ["rank 0"] and "rank 0 has not responded for 600 s" in str(run.failure)
     assert capsys.readouterr().err.count("warning: the watch of processes failed") == 1
+
+
+class Stuck:
+    """A worker that hangs in a call."""
+
+    def run(self, method: str) -> None:
+        begun.set()
+        freed.wait(60)
+
+
+def test_a_rank_says_in_which_calls_it_hangs() -> None:
+    rank = launcher.RankActor(Stuck)
+    begun.clear()
+    freed.clear()
+    thread = threading.Thread(target=rank.run, args=("fit",))
+    thread.start()
+    begun.wait(60)
+    assert re.search(r"wait \(threading.py:\d+\) < run \(test_watch.py:\d+\) < run", rank.where())
+    freed.set()
+    thread.join()
+    assert rank.where() == ""
+
+
+def test_one_that_is_ended_while_it_responds_is_named_with_the_calls_it_is_in(killed) -> None:
+    class Responding(Watched):
+        def where(self) -> str:
+            return "all_reduce (distributed_c10d.py:2810) < fit (policy.py:95)"
+
+    rank = Responding("rank 0", "rank 0", 600.0, "--rank_timeout_s")
+    for _ in range(302):
+        rank.hear(Health("updating the policy", 3, None, 7), 2.0)
+    run = Watch([rank])
+    run._judge()
+    expected = (
+        "updating the policy, in all_reduce (distributed_c10d.py:2810) < fit (policy.py:95), and"
+    )
+    assert expected in str(run.failure)
 
 
 class Sleepless(LLMRayActor):

@@ -69,6 +69,7 @@ class FakeEngine:
     """Reads buckets as a worker of vLLM does and keeps copies; can be told to misbehave."""
 
     who = "vllm-0"
+    hangs_s = 3.0
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
@@ -97,7 +98,7 @@ class FakeEngine:
         if self.fault == "dies" and len(self.buckets) == 1:
             raise LostEngineError(f"{self.who} died: pid 7 was killed by SIGKILL")
         if self.fault == "hangs" and len(self.buckets) == 1:
-            time.sleep(3)
+            time.sleep(self.hangs_s)
             return
         self.buckets.append(bucket.names)
         if "object" in bucket.handle:
@@ -170,6 +171,17 @@ def test_engines_hold_the_weights_though_a_peer_is_lost_on_the_way(way, fault):
     else:
         assert not transport.failed
     assert all(torch.equal(other.held[name], tensor) for name, tensor in WEIGHTS)
+
+
+def test_an_engine_that_hangs_is_waited_for_once(monkeypatch):
+    monkeypatch.setattr(weight_sync, "LEAVE_S", 0.5)
+    lost, other = FakeEngine("hangs"), FakeEngine()
+    lost.hangs_s = 12.0
+    transport = connected([lost, other])
+    transport.wait_s = 4.0
+    started = time.monotonic()
+    transport.send(WEIGHTS, 3)
+    assert 4 <= time.monotonic() - started < 7 and transport.failed[0].is_lost
 
 
 def test_an_engine_that_never_comes_to_the_group_does_not_hold_the_others():

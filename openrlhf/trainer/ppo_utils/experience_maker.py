@@ -7,13 +7,13 @@ Follows the order of operations in docs/algorithms.md. Forwards nobody needs are
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from openrlhf.algorithms.advantages import (
     ESTIMATORS,
     AdvantageEstimator,
     estimator,
+    group_stds,
     penalise_overlong,
     penalise_truncated,
 )
@@ -142,12 +142,3 @@ def experience_metrics(experience: Experience, kl_N: Tensor | None) -> Metrics:
     if len(stds) < len(first):  # one sample a prompt has no spread
         metrics.add("group_reward_std", stds.mean().item(), weight=len(stds))
     return metrics
-
-
-def group_stds(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """Return the standard deviation of the rewards of each group, (P,); 0 for a group of one."""
-    groups, owner_B, size_P = group_ids_B.unique(return_inverse=True, return_counts=True)
-    zeros_P = torch.zeros(len(groups), dtype=torch.float64)
-    mean_P = zeros_P.index_add(0, owner_B, rewards_B.double()) / size_P
-    squares_B = (rewards_B.double() - mean_P[owner_B]).square()
-    return (zeros_P.index_add(0, owner_B, squares_B) / (size_P - 1).clamp(min=1)).sqrt()

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import ray
+import torch
 from ray._common.utils import get_ray_address_file
 from ray._private import ray_constants, services
 from ray._private import worker as ray_worker
@@ -40,7 +41,7 @@ from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, pid_in, ray_processes
 from openrlhf.trainer.ray.end_after import ending_after_this_process
 from openrlhf.trainer.ray.placement import wait_for_node
-from openrlhf.trainer.ray.restarts import Restarts
+from openrlhf.trainer.ray.restarts import PAUSE_S, Restarts
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.trainer.workers.weight_sync import ObjectTransport
 from openrlhf.utils import stopping
@@ -48,7 +49,7 @@ from openrlhf.utils.console import warn
 from openrlhf.utils.framework_logs import with_last_lines
 from openrlhf.utils.progress import Health, saying_what_is_awaited
 from openrlhf.utils.run_folder import LOGS
-from openrlhf.utils.threads import yield_cores
+from openrlhf.utils.threads import where_is, yield_cores
 from openrlhf.utils.worker_process import is_stopped
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -224,7 +225,7 @@ class RankActor:
     """A rank of a model in a process of its own, under the calls of its group."""
 
     def __init__(self, worker_class: type, *args: object) -> None:
-        self.worker = worker_class(*args)
+        self.worker, self.thread_id = worker_class(*args), threading.get_ident()
         self.worker.address = node_address()
         ObjectTransport.put = staticmethod(ray.put)
 
@@ -238,8 +239,15 @@ class RankActor:
         return str(self.worker.address)
 
     def run(self, method: str, *args: object) -> Any:
-        """Call a method of the worker."""
-        return self.worker.run(method, *args)
+        """Call a method of the worker; raise LostRankError where its device is of no more use."""
+        self.thread_id = threading.get_ident()
+        try:
+            return self.worker.run(method, *args)
+        except RuntimeError as error:
+            is_of_device = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+            if not is_of_device or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise LostRankError(f"its device failed: {first_line(error)}") from error
 
     def aside(self, method: str) -> Any:
         """Call a method of the worker while another one runs."""
@@ -249,6 +257,10 @@ class RankActor:
     def health(self) -> Health:
         """Return the progress of the rank; may be called while it works."""
         return self.worker.health()  # type: ignore[no-any-return]
+
+    def where(self) -> str:
+        """Return the calls that the rank is in, the innermost first."""
+        return where_is(self.thread_id)
 
 
 def start_actor(worker_class: type, args: tuple[object, ...], options: dict[str, Any]) -> Any:
@@ -346,6 +358,7 @@ class RayActorGroup(WorkerGroup):
                 raise
             except OpenRLHFError as error:  # memory that the dead one still holds, a taken port
                 lost = error if isinstance(error, LostRankError) else self._loss(str(error))
+                time.sleep(PAUSE_S)
             else:
                 self.is_starting = False
                 return size
@@ -459,7 +472,7 @@ class RayActorGroup(WorkerGroup):
         while waiting and not isinstance(error, LostRankError):
             done, waiting = ray.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))
             if not done:
-                return None
+                break
             for other in done:
                 try:
                     self._get(other, references.index(other), 0.0)
@@ -468,7 +481,7 @@ class RayActorGroup(WorkerGroup):
                     break
                 except OpenRLHFError:
                     continue
-        if not isinstance(error, LostRankError):
+        if not (isinstance(error, LostRankError) or is_broken_collective(felt)):
             return None
         return self._loss(self.ended.get(rank, str(error)))
 

@@ -14,7 +14,7 @@ from openrlhf.errors import (
     NoRestartError,
     OpenRLHFError,
 )
-from openrlhf.trainer.ray.restarts import Restarts
+from openrlhf.trainer.ray.restarts import PAUSE_S, Restarts
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from openrlhf.utils.console import notice, warn
 from openrlhf.utils.progress import saying_what_is_awaited
@@ -34,7 +34,7 @@ class EngineRecovery:
         self._sleeps = False
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._is_closed = False
+        self._closed = threading.Event()
         for engine in engines:
             engine.on_lost = self.lose
 
@@ -59,7 +59,7 @@ class EngineRecovery:
     def lose(self, engine: RayEngine, why: LostEngineError) -> None:
         """Replace an engine, unless that is under way."""
         with self._lock:
-            if self._is_closed or engine.is_lost:
+            if self._closed.is_set() or engine.is_lost:
                 return
             engine.is_lost = True
         # A request is named "<step>/<row>"; that of an agent has more parts after these.
@@ -70,7 +70,7 @@ class EngineRecovery:
     def close(self) -> None:
         """End all engines; replace none any more."""
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
         for engine in self._engines:
             engine.give_up(EngineError("engines are ended with the run"))
             engine.kill()
@@ -80,7 +80,7 @@ class EngineRecovery:
     def _replace(self, engine: RayEngine, why: EngineError, rows: Set[str]) -> None:
         lost_at = time.monotonic()
         engine.kill()  # whoever waits for one that hangs may hold the lock for the next
-        while not self._is_closed:
+        while not self._closed.is_set():
             count = self._restarts.note("vllm", why, who=engine.name, rows=rows)
             rows = frozenset()  # of one that does not start
             warn(f"{why}; a new one starts in its place: {count}.")
@@ -90,8 +90,9 @@ class EngineRecovery:
                 raise
             except OpenRLHFError as error:  # memory that the dead one still holds, a taken port
                 why = LostEngineError(str(error))
+                self._closed.wait(PAUSE_S)
             else:
-                if self._is_closed:
+                if self._closed.is_set():
                     return
                 seconds = time.monotonic() - lost_at
                 notice(f"engine {engine.who} is up again, {seconds:.1f} s after it was lost")
@@ -103,13 +104,13 @@ class EngineRecovery:
         """
         with self._device_lock:
             with self._lock:  # `close` kills all that are started
-                if self._is_closed:
+                if self._closed.is_set():
                     return
                 engine.restart()
             with saying_what_is_awaited(f"{engine.name} to start again: see {engine.log}*"):
                 engine.ready_again()
             has_weights = self._update_weights(engine)
-        while not (has_weights or self._is_closed):
+        while not (has_weights or self._closed.is_set()):
             time.sleep(RETRY_S)
             if engine.waits_for is None:
                 with self._device_lock:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from openrlhf.errors import EngineError
 
 HOUR_S = 3600.0
+PAUSE_S = 5.0  # behind a start that failed: what stands in the way may pass
 MAX_NAMED = 8  # rows
 EVENT_S = 60.0  # in which the processes of a lost node are missed, one after the other
 # What Ray says of a process that it started on a node before it knew that the node is gone.

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from openrlhf.utils.framework_logs import redirect_framework_logs, with_last_lin
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.progress import Health
 from openrlhf.utils.run_folder import LOGS
-from openrlhf.utils.threads import errors_to
+from openrlhf.utils.threads import errors_to, where_is
 
 REPORT_EVERY_S = 10.0  # tokens of unfinished responses, for another engine if this one is lost
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
@@ -66,6 +67,7 @@ class LLMRayActor(VLLMEngine):
         index = own_gpu()
         settings = dict(self.settings, device_ids=[index] if index else None)
         super().__init__(settings, self.processor)
+        self._thread_id = self._thread.submit(threading.get_ident).result()
         self.is_started = True
         return node_address()
 
@@ -75,6 +77,10 @@ class LLMRayActor(VLLMEngine):
         made = [self._made.get() for _ in range(self._made.qsize())]  # nobody else takes them
         self._is_asked = True
         return Health(work, self.num_steps, None, os.getpid(), made)
+
+    def where(self) -> str:
+        """Return the calls that the engine's thread is in, the innermost first."""
+        return where_is(self._thread_id)
 
     def _step(self) -> None:
         """Do a step; now and then, have `health` report what it has made."""
@@ -161,7 +167,7 @@ class RayEngine:
     def start(self) -> None:
         """Start the actor; `load` or `ready` has it get up."""
         assert self.make is not None
-        self.handle = self.make(self.num_starts)
+        self.handle, self.node = self.make(self.num_starts), ""
         self.num_starts += 1
 
     def load(self) -> Any:

@@ -79,6 +79,10 @@ class Watched:
         """
         return False
 
+    def where(self) -> str:
+        """Return the calls that it is in, if it can say so."""
+        return ""
+
     def end(self, failure: EngineError) -> EngineError | None:
         """End the process; return the error that ends the run, or None if the run goes on."""
         ray.kill(self.handle)
@@ -131,6 +135,13 @@ class WatchedActor(Watched):
             self.asked, self.last, self.handle, self.who = [], None, actor, who
         if actor is not None:
             super().ask(seconds)
+
+    def where(self) -> str:
+        asked = self.handle.where.options(concurrency_group=HEALTH_GROUP).remote()
+        try:
+            return str(ray.get(asked, timeout=ASK_EVERY_S))
+        except ray.exceptions.RayError:  # of any kind: it is ended all the same
+            return ""
 
 
 class WatchedEngine(WatchedActor):
@@ -280,5 +291,6 @@ class Watch:
         silent = [other for other in mute if other.quiet.seconds > overdue.quiet.seconds / 2]
         culprit = overdue if not overdue.is_responding else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
-        why = f"{culprit.describe()}, and was ended ({limit})"
+        where = culprit.where() if culprit.is_responding else ""
+        why = f"{culprit.describe()}{where and f', in {where}'}, and was ended ({limit})"
         self.failure = culprit.end(EngineError(with_last_lines(why, culprit.log)))

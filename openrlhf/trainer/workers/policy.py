@@ -81,8 +81,6 @@ class PolicyModelActor(TrainedWorker):
         with_aux_loss = config.aux_loss_coef > 0
         self.actor = Actor(add_lora(model, self.config.ds.lora), with_aux_loss=with_aux_loss)
         num_parameters = self.prepare(self.actor, config, num_updates)
-        num_copies = 2 if self.config.train.enable_ema else 1
-        check_room(self.actor.model, Path(self.config.ckpt.output_dir), num_copies=num_copies)
         self.policy_loss = find_function(POLICY_LOSS, config.policy_loss_type)
         self.own_aggregation = OWN_AGGREGATIONS.get(config.policy_loss_type)
         low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
@@ -91,6 +89,11 @@ class PolicyModelActor(TrainedWorker):
         if self.config.train.enable_ema:
             self.average = WeightAverage(self.actor.model, self.config.train.ema_beta)
         return num_parameters
+
+    def check_room(self) -> None:
+        """Raise ConfigError where the disk has no room for the model at the end."""
+        num_copies = 2 if self.config.train.enable_ema else 1
+        check_room(self.actor.model, Path(self.config.ckpt.output_dir), num_copies=num_copies)
 
     def compute_logprobs(self, samples: Samples) -> Tensor:
         """Return log-probs (N,) of the share's sampled tokens under the current weights."""

@@ -32,6 +32,7 @@ NUM_BUFFERS = 2  # one is filled while the other one is read
 # Of a large model: each is a call to every engine. There are some more, for a tensor that does not
 # fit into what is left of one begins the next.
 NUM_BUCKETS = 48
+LEAVE_S = 10.0  # for those that took too long, after the transfer was broken off
 WAIT_S = 600.0  # for an engine to take a bucket, where nobody says otherwise
 TRAINER = -1  # stands for the trainer's part of a call among the engines' indices
 
@@ -204,7 +205,7 @@ class WeightTransport:
         own_error = calls[TRAINER].exception() if calls.get(TRAINER) in done else None
         if errors or late:
             self.break_off(str(own_error or "its peer failed"))
-            wait(late, self.wait_s)
+            wait(late, self.wait_s if errors else min(LEAVE_S, self.wait_s))
         results = {}
         for index, call in calls.items():
             error = call.exception() if call.done() else None
