@@ -7,7 +7,7 @@ with a line for each problem. Examples: docs/python-api.md.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -103,6 +103,7 @@ class Method(Generic[ConfigT]):
     def _with_paths(self, settings: dict[str, object]) -> dict[str, object]:
         """Return settings with the paths of files for objects; those are beside the run folder."""
         table = flag_table(self.config_class)
+        settings = dict(_settings_in(settings, table))
         objects = {
             name: value
             for name, value in settings.items()
@@ -126,6 +127,18 @@ class Method(Generic[ConfigT]):
                 "the config with them."
             )
         return self.config(**settings) if config is None else config
+
+
+def _settings_in(
+    section: Mapping[str, object], known: Mapping[str, Any], above: str = ""
+) -> Iterator[tuple[str, object]]:
+    """Yield the settings of sections that are dicts, by their dotted names."""
+    for name, value in section.items():
+        path = f"{above}{name}"
+        if isinstance(value, Mapping) and path not in known:
+            yield from _settings_in(value, known, f"{path}.")
+        else:
+            yield path, value
 
 
 class Supervised(Method[ConfigT]):

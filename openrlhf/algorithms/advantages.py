@@ -8,6 +8,7 @@ Failed samples must have been left out before: they have no part in a baseline.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -179,6 +180,18 @@ def normalise(values_N: Tensor, *, subtract_only: bool = False) -> Tensor:
     return centred_N.to(values_N.dtype)
 
 
+class Advantages(NamedTuple):
+    """Advantages and returns of the action tokens of a rollout batch, and whose rewards were cut.
+
+    Example: two samples of two actions and one, the second with a reward above the range:
+    `Advantages(tensor([1., 1., 10.]), tensor([1., 1., 10.]), tensor([False, True]))`
+    """
+
+    advantages_N: Tensor
+    returns_N: Tensor
+    is_clipped_B: Tensor  # the shaped rewards, of samples that have actions
+
+
 @dataclass(frozen=True)
 class AdvantageEstimator:
     """Description of an advantage estimator; made by `estimator`.
@@ -205,8 +218,8 @@ class AdvantageEstimator:
         kl_coef: float,
         clip_range: tuple[float, float],
         episode_ids_B: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return advantages and returns of the whole rollout batch, (N,) each, in fp32.
+    ) -> Advantages:
+        """Return the advantages of a whole rollout batch, in fp32.
 
         `kl_N` is None where the reward holds no KL term. `values_N` is needed by, and only by, gae.
         Samples without actions have no part in the baseline of their group; parts of an episode,
@@ -216,13 +229,13 @@ class AdvantageEstimator:
         has_actions_B = num_actions_B > 0
         num_actions_B = num_actions_B[has_actions_B]
         episode_ids_B = None if episode_ids_B is None else episode_ids_B[has_actions_B]
-        shaped_B = shape_episodes(
+        unclipped_B = shape_episodes(
             self.shape,
             rewards_B[has_actions_B].float(),
             group_ids_B[has_actions_B],
             episode_ids_B,
         )
-        shaped_B = shaped_B.clamp(*clip_range)
+        shaped_B = unclipped_B.clamp(*clip_range)
         if kl_N is None and values_N is None and self.gamma == 1:
             # The return of every token is the reward at the end; torch's own takes 9 times as long.
             returns = np.repeat(shaped_B.numpy(), num_actions_B.numpy())
@@ -233,7 +246,7 @@ class AdvantageEstimator:
             advantages_N, returns_N = self._accumulate(rewards_N, values_N, num_actions_B)
         if self.is_normalised:
             advantages_N = normalise(advantages_N, subtract_only=self.no_std_norm)
-        return advantages_N, returns_N
+        return Advantages(advantages_N, returns_N, shaped_B != unclipped_B)
 
     def _accumulate(
         self, rewards_N: Tensor, values_N: Tensor | None, num_actions_B: Tensor

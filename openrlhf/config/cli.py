@@ -121,7 +121,10 @@ def instead_of(config_class: type[CommandConfig], name: str) -> str:
     """Return the remedy for an unknown name: TRL's by what this command has for it."""
     here = HERE.get(name, "").replace("`", "")
     flags = re.findall(r"--(\w+)", here)
-    if here and (not flags or any(flag in flag_table(config_class) for flag in flags)):
+    known = [f"--{flag}" for flag in flags if flag in flag_table(config_class)]
+    if name in flags:  # of other commands
+        here = " or ".join(known)
+    if here and (known or not flags):
         return f"It is TRL's; here: {here}."
     near = nearest(config_class, name)
     return f"Did you mean --{near[0]}?" if near else "--help all lists all of them."

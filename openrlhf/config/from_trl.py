@@ -76,7 +76,9 @@ OF_RL = {
     "scale_rewards": "`--no_advantage_std_norm` where it is off",
     "importance_sampling_level": "`--policy_loss_type gspo` for `sequence`",
     "sapo_temperature_pos, sapo_temperature_neg": "`--sapo_tau POS NEG`",
-    "mask_truncated_completions": "`--stop_properly_penalty_coef` lowers their reward instead",
+    "mask_truncated_completions": (
+        "`--stop_properly_penalty_coef 0` sets their reward to 0 instead, `-1` to -1"
+    ),
     "entropy_coef": "`--entropy_loss_coef`",
     "use_vllm, vllm_mode": (
         "vLLM engines are the default, with GPUs of their own (`server`) or `--colocate_all_models`"
@@ -92,9 +94,11 @@ OF_RL = {
         "`--print_samples`; every sample is in `rollouts/`"
     ),
 }
+# RL's word whose values have names of their own.
+OF_VALUES = {"loss_type": "`--loss_aggregation` or `--policy_loss_type`, by its value"}
 HERE = {
     word: text
-    for table in (OF_ALL, OF_SUPERVISED, OF_RL)
+    for table in (OF_ALL, OF_SUPERVISED, OF_RL, OF_VALUES)
     for words, text in table.items()
     for word in words.split(", ")
 }

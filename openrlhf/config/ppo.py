@@ -5,6 +5,7 @@ Field path = dotted flag; names after the help text are flat flags and what Hugg
 
 from collections.abc import Iterator
 from itertools import product
+from operator import attrgetter
 from typing import ClassVar, Literal
 
 from pydantic import field_validator
@@ -273,8 +274,10 @@ class AlgoConfig(Base):
         meanings={"actor.loss_agg_mode": LOSS_AGG_MODES},
     )
     dynamic_filtering_enable: bool = switch("Replace groups without a signal.", "dynamic_filtering")
-    dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0), "Mean score of a group that is kept.", "dynamic_filtering_reward_range"
+    dynamic_filtering_range: tuple[float, float] | None = option(
+        None,
+        "Mean score of a group that is kept, between both; unset: any, if its scores differ.",
+        "dynamic_filtering_reward_range",
     )
 
     dynamic_filtering_max_empty: int = option(10, "Batches without a group before stopping.", gt=0)
@@ -459,6 +462,7 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
     def problems(self) -> Iterator[str]:
         """Report problems of samples, placement and asynchronous training."""
         yield from super().problems()
+        yield from self._range_problems()
         yield from self._sample_problems()
         yield from self.algo.advantage.problems()
         yield from self.ds.problems(self.actor, self.critic)
@@ -470,6 +474,22 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
                 f"--early_stop {self.eval.early_stop} with --eval_steps {self.eval.steps}: the "
                 "evaluations are the first and the last. Type how many steps are between two: "
                 "--eval_steps 10."
+            )
+
+    def _range_problems(self) -> Iterator[str]:
+        ranges = {
+            "--reward_clip_range": self.reward.clip_range,
+            "--is_correction_threshold": self.algo.advantage.is_correction_threshold,
+            "--dynamic_filtering_reward_range": self.algo.dynamic_filtering_range,
+        }
+        for flag, (low, high) in ((f, pair) for f, pair in ranges.items() if pair is not None):
+            if low >= high:
+                yield f"{flag} {low:g} {high:g} is no range. Type {flag} {high:g} {low:g}."
+        clip = self.actor.eps_clip_low_high
+        if clip is not None and min(clip) <= 0:
+            yield (
+                f"--eps_clip_low_high {clip[0]:g} {clip[1]:g}: distances from the ratio 1. "
+                "Type numbers above 0: --eps_clip_low_high 0.2 0.28."
             )
 
     def _sample_problems(self) -> Iterator[str]:
@@ -541,9 +561,57 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
                 f"--kl_estimator {kl.estimator} {how} --use_kl_loss gives a wrong gradient "
                 f"of the KL. Type --kl_estimator {better}."
             )
+        plain = type(self)()
+        for flag, path, reason, is_so in self._without_effect():
+            value = attrgetter(path)
+            if is_so and is_given(self, path) and value(self) != value(plain):
+                yield f"{flag} has no effect with {reason}."
+        if self.rollout.top_p < 1:
+            yield Caution(
+                f"--top_p {self.rollout.top_p:g}: samples leave out tokens that the log-probs of "
+                "the loss count, so its ratios are wrong. Leave --top_p out."
+            )
+        if self.actor.policy_loss_type == "gspo" and not self.has_own_clip:
+            yield Caution(
+                f"--policy_loss_type gspo with --eps_clip {self.actor.eps_clip:g}: ratios of whole "
+                "sequences are never so far from 1. Type --eps_clip_low_high 3e-4 4e-4."
+            )
         if self.train.async_enable and not advantage.is_corrected:
             yield (
                 f"--async_train: samples up to {self.train.async_queue_size} update(s) old count "
                 "as if they were new. --enable_vllm_is_correction weighs them by how likely they "
                 "are now."
             )
+
+    @property
+    def has_own_clip(self) -> bool:
+        """Return True if the clip range of the ratio was typed."""
+        names = ("actor.eps_clip", "actor.eps_clip_low_high")
+        return any(is_given(self, name) for name in names)
+
+    def _without_effect(self) -> Iterator[tuple[str, str, str, bool]]:
+        """Yield settings that others switch off: flag, path, the reason, and whether it is so."""
+        loss, kl = self.actor.policy_loss_type, self.algo.kl
+        of_loss, estimator = f"--policy_loss_type {loss}", self.algo.advantage.estimator
+        is_smooth = loss in ("cispo", "sapo")  # without PPO's minimum
+        yield "--dual_clip", "actor.dual_clip", of_loss, is_smooth
+        yield "--eps_clip", "actor.eps_clip", of_loss, loss == "sapo"
+        yield "--eps_clip_low_high", "actor.eps_clip_low_high", of_loss, loss == "sapo"
+        yield "--loss_aggregation", "algo.loss_aggregation", of_loss, loss == "gspo"
+        of_critic = {
+            "--lambd": "algo.advantage.lambd",
+            "--critic_learning_rate": "critic.adam.lr",
+            "--value_clip": "critic.value_clip",
+        }
+        for flag, path in of_critic.items():
+            reason = f"--advantage_estimator {estimator}, which has no critic"
+            yield flag, path, reason, not self.has_critic
+        for flag, name in (("--kl_target", "target"), ("--use_kl_loss", "use_loss")):
+            reason = f"--init_kl_coef {kl.init_coef:g}, which leaves the reference out"
+            yield flag, f"algo.kl.{name}", reason, not self.has_reference
+        yield (
+            "--lora_dropout",
+            "ds.lora.dropout",
+            "RL: it compares log-probs of the same weights",
+            self.ds.lora.rank > 0,
+        )

@@ -46,6 +46,7 @@ FUNCTION_NAME, LIST_NAME, WEIGHTS_NAME = "reward_func", "reward_funcs", "reward_
 QUERY_NAMES = ("queries", "labels", "responses", "columns")  # of reward_func
 COMPLETION_NAMES = ("completions", "completion_ids")  # of Hugging Face's form
 ROW_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")  # of verl's form
+ACCURACY = "acc"  # beside the score of verl's form, which may be any number: 0 or 1
 LIST_NAMES = tuple(f"{name}s" for name in ROW_NAMES)
 KNOWN = (
     "queries, prompts, labels, responses, columns; or prompts, completions, completion_ids, "
@@ -206,6 +207,8 @@ class UserFunctions:
             return result.rewards, result
         numbers = optional_numbers(answer, part.source, batch)
         said = {"rewards": [0.0] * len(batch), "extra_logs": logs, "extra_columns": columns}
+        if _verl_names(part.function) == ROW_NAMES and None not in logs.get(ACCURACY, (None,)):
+            said["scores"] = logs[ACCURACY]
         return numbers, checked_result(said, batch=batch, source=part.source)
 
     def _call(self, part: WeightedFunction, **arguments: object) -> object:

@@ -287,7 +287,9 @@ def _minutes(time: re.Match[str]) -> set[int]:
 def _parted(text: str) -> tuple[str, str]:
     """Return a value and its unit: dollar of $5, m^2 of 5 square metres, or none."""
     if money := MONEY.match(text):
-        return money[1] + text[money.end() :], CURRENCIES.get(money[2] or "", money[2])
+        amount, currency = text[money.end() :], CURRENCIES.get(money[2] or "", money[2])
+        value, unit = _parted(amount)
+        return money[1] + (value if unit == currency else amount), currency  # $5 dollars
     if money := MONEY_BEHIND.search(text):
         return text[: money.start()], CURRENCIES.get(money[1], money[1])
     if base := BASE.search(text):

@@ -159,6 +159,11 @@ class RolloutQueue:
     def load_groups(self, folder: Path) -> None:
         """Take up what `finished_groups` gave and a folder keeps, after `load_state_dict`."""
         self._kept = read_groups(folder, self.sampler.prompts, self.sampling)
+        if self._kept:
+            notice(
+                f"{len(self._kept)} prompts that were sampled ahead are trained on with the "
+                "rewards that they got then."
+            )
 
     @on_loop
     async def take_metrics(self) -> Metrics:

@@ -259,7 +259,14 @@ class SourceScorer(Scorer):
 
 
 def say_arguments(shown: Shown, batch: RewardBatch) -> None:
-    """Print what functions are given of a sample; warn where one reads labels that are empty."""
+    """Print what functions are given of a sample, and of several whose scores count; warn where one
+    reads labels that are empty.
+    """
+    if len(shown) > 1:
+        notice(
+            "scores, which pass rates, --dynamic_filtering and the best model follow, are those of "
+            f"the first function that applies to a sample: {', '.join(shown)}"
+        )
     for function, arguments in shown.items():
         lines = [f"  {name}: {printable(value)}" for name, value in arguments.items()]
         if lines:

@@ -2,6 +2,7 @@
 what became of each.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +23,14 @@ NO_SIGNAL = "filtered:no signal"
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Keeps a group that can teach something (dynamic sampling, DAPO, arXiv 2503.14476): its mean
-    task score lies strictly between `low` and `high`, and its scores are not all equal.
+    """Keeps a group that can teach something (dynamic sampling, DAPO, arXiv 2503.14476): its task
+    scores are not all equal, and their mean lies strictly between `low` and `high`.
 
-    Example: scores (1, 0, 1, 1) teach something, (1, 1, 1, 1) do not.
+    Example: scores (1, 0, 1, 1) and (-1, 1, -1, -1) teach something, (1, 1, 1, 1) do not.
     """
 
-    low: float = 0.0
-    high: float = 1.0
+    low: float = -math.inf
+    high: float = math.inf
     max_empty: int = 10  # batches in a row without a kept group before the run ends
 
     def keeps(self, group: Sequence[Rollout]) -> bool:
@@ -40,10 +41,12 @@ class GroupFilter:
     def check_not_hopeless(self, num_empty: int) -> None:
         """Raise RewardError after too many batches in a row without a group that teaches."""
         if num_empty >= self.max_empty:
+            is_any = self.low == -math.inf
+            mean = "" if is_any else f" and whose mean is between {self.low} and {self.high}"
+            widen = "" if is_any else "leave --dynamic_filtering_reward_range out, "
             raise RewardError(
                 f"--dynamic_filtering: {num_empty} batches in a row without a group whose scores "
-                f"differ and whose mean is between {self.low} and {self.high}: pass rate 0 %. Look "
-                "at the rewards, widen --dynamic_filtering_reward_range or leave "
+                f"differ{mean}: pass rate 0 %. Look at the rewards, {widen}or leave "
                 "--dynamic_filtering out."
             )
 

@@ -111,16 +111,23 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
 def mismatched_pairs(
     rows: Sequence[int], samples: Samples[UnpairedExample], *, max_len: int
 ) -> list[UnpairedExample]:
-    """Return each prompt of a batch with the response of the next row, the last with that of the
-    first, cut as the rows of the data are; none for a row alone.
+    """Return each prompt of a batch with the response of the next row that has another prompt (the
+    first row is next to the last), cut as the rows of the data are; none of a prompt that is alone,
+    or leaves no room for the response.
     """
-    if len(rows) < 2:
-        return []
-    answers = [samples[row] for row in rows]
+    examples = [samples[row] for row in rows]
+    asked = [example.token_ids[: example.prompt_length] for example in examples]
     pairs = []
-    for prompt, other in zip(answers, [*answers[1:], answers[0]], strict=True):
-        asked, answered = slice(prompt.prompt_length), slice(other.prompt_length, None)
-        token_ids = torch.cat([prompt.token_ids[asked], other.token_ids[answered]])
-        mask = torch.cat([prompt.loss_mask[asked], other.loss_mask[answered]])
-        pairs.append(UnpairedExample(token_ids[:max_len], mask[:max_len], other.is_desirable))
+    for index, prompt in enumerate(examples):
+        following = (*range(index + 1, len(rows)), *range(index))
+        found = (k for k in following if not torch.equal(asked[k], asked[index]))
+        if (k := next(found, None)) is None:
+            continue
+        other = examples[k]
+        first = slice(prompt.prompt_length)
+        last = slice(other.prompt_length, None)
+        token_ids = torch.cat([prompt.token_ids[first], other.token_ids[last]])[:max_len]
+        mask = torch.cat([prompt.loss_mask[first], other.loss_mask[last]])[:max_len]
+        if mask.any():
+            pairs.append(UnpairedExample(token_ids, mask, other.is_desirable))
     return pairs

@@ -13,6 +13,7 @@ Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Bui
 `commands.train_rl`.
 """
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,7 +114,8 @@ class PPOTrainer:
                 self.phases.device_lock, self.update_engine, sleeps=bool(self.phases.engines)
             )
         algo, train = config.algo, config.train
-        teaching = GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)
+        low, high = algo.dynamic_filtering_range or (-math.inf, math.inf)
+        teaching = GroupFilter(low, high, algo.dynamic_filtering_max_empty)
         self.sampler = StepSampler(
             inputs.prompts,
             PromptCursor(len(inputs.prompts), train.seed, num_episodes=train.num_episodes),

@@ -11,9 +11,11 @@ from typing import Any
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.local_paths import named_things
 from openrlhf.errors import ConfigError
+from openrlhf.utils.adapter_folder import whole_model
 
 KINDS = ("model", "models", "runs")  # of what a flag names
 INDEX = "model.safetensors.index.json"
+INDICES = (INDEX, "pytorch_model.bin.index.json")
 WHOLE = ("model.safetensors", "adapter_model.safetensors")
 POINTER = b"version https://git-lfs"
 MAX_HEAD = 100_000_000  # bytes, the limit of the format
@@ -21,17 +23,36 @@ NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # names of families
 
 
 def weight_problems(config: CommandConfig) -> Iterator[str]:
-    """Yield a line for every named model whose index leads out of its folder, whose files are torn
-    or missing, or whose config has more layers than its files have tensors, which would take hours
-    to build.
+    """Yield a line for every named model, and base of an adapter, whose index leads out of its
+    folder, whose files are torn or missing, or whose config has more layers than its files have
+    tensors, which would take hours to build.
     """
     for option, opens, names in named_things(config):
         for folder in (Path(name).expanduser() for name in names if opens in KINDS):
             try:
-                _check_layers(folder)
-                _check_files(folder)
+                for part in {folder, Path(whole_model(str(folder)))}:
+                    _check_index(part)
+                    _check_layers(part)
+                    _check_files(part)
             except ConfigError as error:
                 yield f"{option.flag} {error}"
+
+
+def _check_index(folder: Path) -> None:
+    """Raise ConfigError for an index that names no files, or files outside of the folder."""
+    for index in (folder / name for name in INDICES if (folder / name).is_file()):
+        content = _read_json(index)
+        named = content.get("weight_map") if isinstance(content, dict) else None
+        named = named.values() if isinstance(named, dict) else [None]
+        files = {file for file in named if isinstance(file, str)}
+        if not all(isinstance(file, str) for file in named):
+            raise ConfigError(f"{index} does not name a file for each weight. Copy it again.")
+        for file in sorted(files):
+            if Path(file).is_absolute() or ".." in Path(file).parts:
+                raise ConfigError(
+                    f"{index} names a file outside of its folder: {file}. Do not use this model; "
+                    "take it from a source you trust."
+                )
 
 
 def _check_layers(folder: Path) -> None:
@@ -80,21 +101,16 @@ def _indexed_files(folder: Path) -> list[str]:
     """Return the files that the index of a folder names, if it has one."""
     index = _read_json(folder / INDEX)
     named = index.get("weight_map") if isinstance(index, dict) else None
-    return sorted(set(named.values())) if isinstance(named, dict) else []
+    files = named.values() if isinstance(named, dict) else ()
+    return sorted({file for file in files if isinstance(file, str)})
 
 
 def tensor_shapes(folder: Path) -> Mapping[str, list[int]]:
     """Return the shape of every tensor by its name; none for files of another kind, or torn ones.
     Raise ConfigError where the index leads out of the folder.
     """
-    files = _indexed_files(folder) or [WHOLE[0]]
-    for file in files:
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise ConfigError(
-                f"{folder / INDEX} names a file outside of its folder: {file}. Do not use this "
-                "model; take it from a source you trust."
-            )
-    heads = [_read_head(folder / file) for file in files]
+    _check_index(folder)
+    heads = [_read_head(folder / file) for file in _indexed_files(folder) or [WHOLE[0]]]
     return {name: value["shape"] for head in heads for name, value in head.items()}
 
 
@@ -103,9 +119,11 @@ def _read_head(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             head = json.loads(file.read(size)) if size <= MAX_HEAD else {}
-    except (OSError, ValueError):
+        tensors = {name: value for name, value in head.items() if name != "__metadata__"}
+        ends = [value["data_offsets"][1] + len(value["shape"]) for value in tensors.values()]
+    except (OSError, ValueError, AttributeError, LookupError, TypeError):  # of another form, too
         return {}
-    return {name: value for name, value in head.items() if name != "__metadata__"}
+    return tensors if all(isinstance(end, int) for end in ends) else {}
 
 
 def _read_json(path: Path) -> Any:

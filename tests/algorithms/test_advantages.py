@@ -75,7 +75,7 @@ def compute(name, kl_coef=0.1, clip_range=WIDE, kl=KL, **options):
     values = VALUES if ESTIMATORS[name].needs_critic else None
     return estimator(name, **options).compute(
         REWARDS, GROUP_IDS, kl, values, COUNTS, kl_coef=kl_coef, clip_range=clip_range
-    )
+    )[:2]
 
 
 ROOT_HALF = 0.5**0.5
@@ -140,7 +140,7 @@ def test_clipping_comes_after_shaping_and_before_the_kl():
 
 def test_flash_reinforce_subtracts_the_mean_of_the_batch_and_nothing_else():
     """Rewards 1, 0, 2 of three prompts with one sample each; the mean is 1."""
-    found, returns = estimator("flash_reinforce").compute(
+    found, returns, _ = estimator("flash_reinforce").compute(
         torch.tensor([1.0, 0.0, 2.0]),
         torch.tensor([0, 1, 2]),
         torch.zeros(4),
@@ -178,3 +178,12 @@ def test_overlong_penalty_grows_linearly_over_the_buffer():
 def test_truncated_samples_are_scaled_or_set(coef, expected):
     rewards, is_truncated = torch.tensor([3.0, 2.0]), torch.tensor([False, True])
     assert penalise_truncated(rewards, is_truncated, coef=coef).tolist() == expected
+
+
+def test_who_is_cut_by_the_range_is_known():
+    rewards, group_ids = torch.tensor([0.0, 100.0, 60.0, 40.0]), torch.zeros(4).long()
+    found = estimator("dr_grpo").compute(
+        rewards, group_ids, None, None, torch.ones(4).long(), kl_coef=0.0, clip_range=(-45, 45)
+    )
+    assert found.advantages_N.tolist() == [-45.0, 45.0, 10.0, -10.0]
+    assert found.is_clipped_B.tolist() == [True, True, False, False]

@@ -198,10 +198,26 @@ def test_what_is_missing_is_named(config_class, missing):
         ("--advantage_estimator rloo", False),
         ("--actor_init_on_gpu", False),
         ("--perf", False),
+        ("--top_p 0.9", True),
+        ("--policy_loss_type gspo", True),
+        ("--policy_loss_type sapo --dual_clip 3", False),
+        ("--policy_loss_type cispo --dual_clip 3", False),
+        ("--policy_loss_type sapo --eps_clip 0.3", False),
+        ("--policy_loss_type gspo --eps_clip 0.1 --loss_aggregation seq_mean", False),
+        ("--advantage_estimator reinforce --lambd 0.9", False),
+        ("--advantage_estimator reinforce --critic_learning_rate 1e-5", False),
+        ("--init_kl_coef 0 --kl_target 6", False),
+        ("--lora_rank 8 --lora_dropout 0.1 --actor_learning_rate 1e-4", False),
     ],
 )
 def test_a_notice_is_a_caution_only_where_something_is_at_stake(line, is_caution):
     assert [isinstance(notice, Caution) for notice in notices(PPOConfig, line)] == [is_caution]
+
+
+def test_a_setting_that_others_switch_off_is_named():
+    said = "--dual_clip has no effect with --policy_loss_type sapo."
+    assert notices(PPOConfig, "--policy_loss_type sapo --dual_clip 3") == [said]
+    assert notices(PPOConfig, "--policy_loss_type sapo --eps_clip 0.2") == []  # the default
 
 
 def test_a_model_that_nobody_named_is_said():

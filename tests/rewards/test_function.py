@@ -264,6 +264,14 @@ def test_arguments_go_by_name_in_the_forms_of_three_libraries(tmp_path, code, re
         assert result.extra_columns == {"pred": ["5, I think", "5"]}
 
 
+def test_the_accuracy_beside_verls_score_is_the_score_of_a_sample(tmp_path):
+    code = VERL_ROW.replace('"score": float(is_right)', '"score": 2.0 * is_right - 1')
+    result = reward_from(tmp_path, code.lstrip()).answer(verl_batch())
+    assert (result.rewards, result.scores) == ([1.0, -1.0], [1.0, 0.0])
+    plain = code.replace(', "acc": is_right', "")
+    assert reward_from(tmp_path, plain.lstrip()).answer(verl_batch()).scores is None
+
+
 def test_truths_of_verls_rows_are_read_without_a_label_key(tmp_path):
     batch = verl_batch(labels=("", ""))
     truths = [{"ground_truth": "5", "style": "rule"}, {"ground_truth": "7", "style": "rule"}]

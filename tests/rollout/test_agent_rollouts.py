@@ -168,7 +168,7 @@ def test_parts_of_an_episode_count_once_in_their_group(tmp_path, tiny_tokenizer)
     experience = Experience.from_rollouts(rollouts).laid_out()
     rewards = torch.tensor([0.0, 1.0, 3.0, 3.0, 1.0, 1.0])
     groups = torch.tensor([0, 0, 1, 1, 1, 1])
-    advantages, _ = estimator("rloo").compute(
+    advantages, *_ = estimator("rloo").compute(
         rewards,
         groups,
         torch.zeros(len(experience.rollout_logprobs)),
@@ -205,7 +205,7 @@ def test_the_overlong_penalty_sees_the_whole_episode(tmp_path, tiny_tokenizer):
 def test_feedback_has_no_advantage_and_no_kl(tmp_path, tiny_tokenizer):
     batch = generate(tmp_path, tiny_tokenizer, ["abc"])
     experience = Experience.from_rollouts(batch.rollouts).laid_out()
-    advantages, _ = estimator("reinforce", no_std_norm=True).compute(
+    advantages, *_ = estimator("reinforce", no_std_norm=True).compute(
         experience.rewards,
         experience.group_ids,
         torch.arange(6.0),  # one KL a sampled token; the two of the feedback have none

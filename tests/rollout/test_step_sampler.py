@@ -48,6 +48,13 @@ def test_a_group_is_kept_by_mean_and_spread(scores, is_kept):
     assert GroupFilter(0.0, 1.0).keeps(group(scores)) is is_kept
 
 
+@pytest.mark.parametrize("scale", [lambda x: x, lambda x: 2 * x - 1, lambda x: 100 * x])
+def test_without_a_range_a_group_is_kept_whatever_the_scale_of_its_scores(scale):
+    for num_right in range(9):
+        scores = [scale(float(k < num_right)) for k in range(8)]
+        assert GroupFilter().keeps(group(scores)) is (0 < num_right < 8)
+
+
 class FakeStream:
     """Finishes groups in rounds, or one by one in an order drawn by the test; notes how many run at
     once.

@@ -37,6 +37,18 @@ def test_a_mismatched_pair_may_be_longer_than_any_row_of_its_batch() -> None:
     assert [pair.loss_mask.int().tolist() for pair in pairs] == [[0, 0, 0, 1, 1], [0, 1]]
 
 
+def test_a_mismatched_pair_has_the_response_to_another_prompt() -> None:
+    rows = [example([1], [2]), example([1], [3]), example([4], [5]), example([4], [6])]
+    pairs = [pair.token_ids.tolist() for pair in pairs_of(*rows)]
+    assert pairs == [[1, 5], [1, 5], [4, 2], [4, 2]]
+    assert pairs_of(*rows[:2]) == []
+
+
+def test_a_pair_without_room_for_a_response_does_not_count() -> None:
+    pairs = pairs_of(example([1, 2, 3], [4]), example([5], [6]), max_len=3)
+    assert [pair.token_ids.tolist() for pair in pairs] == [[5, 4]]
+
+
 TEN_STEPS = (
     "--input_key prompt --output_key completion --train_batch_size 8 --micro_train_batch_size 2 "
     "--max_len 50 --learning_rate 3e-4 --lr_scheduler constant --lr_warmup_ratio 0 --max_epochs 1 "

@@ -191,6 +191,35 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
     assert (gradients(own, experience, 64) - expected).norm() / expected.norm() < 1e-5
 
 
+def test_a_users_loss_sees_samples_whose_advantage_is_0(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "my_loss.py"
+    file.write_text(
+        "from openrlhf.algorithms.policy_loss import PolicyLossTerms\n"
+        "def likely(logprobs_N, old_logprobs_N, *, advantages_N, num_actions_B, clip):\n"
+        "    ratio_N = (logprobs_N - old_logprobs_N).exp().detach()\n"
+        "    return PolicyLossTerms(-logprobs_N, ratio_N, ratio_N < 0, ratio_N.log())\n"
+    )
+    actor = make_actor(
+        tiny_model_dir,
+        tmp_path,
+        actor={"policy_loss_type": f"{file}:likely"},
+        algo={"kl": {"init_coef": 0.0}},
+    )
+    experience = ragged_experience()
+    assert experience.advantages is not None
+    experience = replace(experience, advantages=torch.zeros_like(experience.advantages))
+    assert gradients(actor, experience, 64).norm() > 0.01
+
+
+def test_an_adapter_has_no_dropout_in_rl(tiny_model_dir: Path, tmp_path: Path) -> None:
+    lora = {"rank": 4, "dropout": 0.5}
+    actor = make_actor(tiny_model_dir, tmp_path, ds={"zero_stage": 0, "lora": lora})
+    dropouts = [m for m in actor.engine.module.modules() if isinstance(m, torch.nn.Dropout)]
+    assert dropouts and {module.p for module in dropouts} == {0.0}
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

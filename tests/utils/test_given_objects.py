@@ -83,6 +83,9 @@ def test_settings_name_the_files_of_their_objects(
     config = sft.config(pretrain=str(tiny_model_dir), dataset=ROWS)
     folder = f"{Path(config.ckpt.output_dir)}_inputs"
     assert config.data.dataset.startswith(f"{folder}/dataset-")
+    config = sft.config(pretrain=str(tiny_model_dir), data={"dataset": ROWS})
+    folder = f"{Path(config.ckpt.output_dir)}_inputs"
+    assert config.data.dataset.startswith(f"{folder}/dataset-")
     config = evaluate.config(
         models=[str(tiny_model_dir)], eval_dataset=ROWS, reward=len, save_path="out"
     )

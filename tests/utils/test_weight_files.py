@@ -88,6 +88,34 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(model: Path, refuse) -
     assert "names a file outside of its folder: ../outside.safetensors" in refusal(model, refuse)
 
 
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_the_index_of_an_adapters_base_does_not_lead_out_either(
+    model: Path, refuse, index: str
+) -> None:
+    (model / "model.safetensors").unlink()
+    (model / index).write_text(json.dumps({"weight_map": {WEIGHT: "../outside"}}))
+    adapter = model.parent / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(model)})
+    )
+    for folder in (model, adapter):
+        assert f"{index} names a file outside of its folder: ../outside" in refusal(folder, refuse)
+
+
+@pytest.mark.parametrize("names", [{"x": 5}, {"x": None}, {"x": "a", "y": 1}, ["a.safetensors"]])
+def test_an_index_that_names_no_files_is_one_line(model: Path, refuse, names: object) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert "index.json does not name a file for each weight. Copy" in refusal(model, refuse)
+
+
+@pytest.mark.parametrize("head", [[], ["x"], {"x": "y"}, {"x": {}}, {"x": {"data_offsets": [0]}}])
+def test_a_head_of_another_form_is_one_line(model: Path, refuse, head: object) -> None:
+    said = json.dumps(head).encode()
+    (model / "model.safetensors").write_bytes(len(said).to_bytes(8, "little") + said)
+    assert "has no head that can be read" in refusal(model, refuse)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -23,6 +23,7 @@ from openrlhf.config.ppo import AdvantageConfig, PPOConfig
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import Forward, run_forwards
+from openrlhf.utils.console import warn_once
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.own_functions import ESTIMATOR, find_function
@@ -50,7 +51,7 @@ def make_experience(
             raise NumericsError(f"{name} of this batch are not finite")
     experience = replace(experience, **columns)
     kl_N = reward_kl(config, experience)
-    advantages_N, returns_N = estimator_of(config.algo.advantage).compute(
+    found = estimator_of(config.algo.advantage).compute(
         penalised_rewards(config, experience),
         experience.group_ids,
         kl_N,
@@ -60,10 +61,18 @@ def make_experience(
         clip_range=config.reward.clip_range,
         episode_ids_B=experience.episode_ids,
     )
-    if not all_finite(advantages_N):
+    if not all_finite(found.advantages_N):
         raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
-    experience = replace(experience, advantages=advantages_N, returns=returns_N)
-    return experience, experience_metrics(experience, kl_N)
+    experience = replace(experience, advantages=found.advantages_N, returns=found.returns_N)
+    metrics = experience_metrics(experience, kl_N)
+    if num_clipped := int(found.is_clipped_B.sum()):
+        low, high = config.reward.clip_range
+        warn_once(
+            f"--reward_clip_range {low:g} {high:g} cuts the shaped rewards of {num_clipped} of "
+            f"{len(rollouts)} samples, and of later ones. Scale the rewards, or type a wider range."
+        )
+    metrics.add("reward_clip_ratio", found.is_clipped_B.float().mean(), weight=len(rollouts))
+    return experience, metrics
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,11 @@ def penalised_rewards(config: PPOConfig, experience: Experience) -> Tensor:
             penalty_factor=reward.overlong_penalty_factor,
         )
     if (coef := reward.stop_properly_penalty_coef) is not None:
+        if coef >= 0 and (rewards_B[experience.is_truncated] < 0).any():
+            warn_once(
+                f"--stop_properly_penalty_coef {coef:g} raises the rewards of truncated samples "
+                "that are below 0. Type a number below 0, which replaces their rewards."
+            )
         rewards_B = penalise_truncated(rewards_B, experience.is_truncated, coef=coef)
     return rewards_B
 

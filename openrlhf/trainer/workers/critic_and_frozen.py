@@ -32,10 +32,9 @@ class CriticModelActor(TrainedWorker):
         """Load and shard the critic; return its parameter count."""
         config = self.config
         assert config.critic_source is not None, "checked by the configuration"
-        model = load_sequence_model(config.critic_source, config)
+        model = add_lora(load_sequence_model(config.critic_source, config), config.ds.lora)
         disable_dropout(model)
-        critic = CriticModel(add_lora(model, config.ds.lora))
-        return self.prepare(critic, config.critic, num_updates)
+        return self.prepare(CriticModel(model), config.critic, num_updates)
 
     def compute_values(self, samples: Samples) -> Tensor:
         """Return values (N,) before each sampled token of the share."""

@@ -75,11 +75,11 @@ class PolicyModelActor(TrainedWorker):
         """Load and shard the policy for all optimizer steps; return its parameter count."""
         config = self.config.actor
         model = load_causal_lm(self.config.policy_path, self.config)
-        disable_dropout(model)
         if config.freeze_visual_encoder:
             freeze_tower(model)
-        with_aux_loss = config.aux_loss_coef > 0
-        self.actor = Actor(add_lora(model, self.config.ds.lora), with_aux_loss=with_aux_loss)
+        model = add_lora(model, self.config.ds.lora)
+        disable_dropout(model)
+        self.actor = Actor(model, with_aux_loss=config.aux_loss_coef > 0)
         num_parameters = self.prepare(self.actor, config, num_updates)
         self.policy_loss = find_function(POLICY_LOSS, config.policy_loss_type)
         self.own_aggregation = OWN_AGGREGATIONS.get(config.policy_loss_type)
@@ -106,8 +106,10 @@ class PolicyModelActor(TrainedWorker):
     ) -> UpdateResult:
         actor = self.config.actor
         has_kl_loss = self.config.algo.kl.use_loss and any(step.kl_coef > 0 for step in steps)
+        is_own = ":" in actor.policy_loss_type  # and may not be 0 where the advantage is
         # With the coefficient 0 the entropy is a metric, and one of all samples.
-        if not (has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0):
+        has_others = actor.entropy_coef is not None or actor.aux_loss_coef > 0
+        if not (has_kl_loss or has_others or is_own):
             steps = [without_zero_advantages(step) for step in steps]
         result = super().fit(steps, columns, num_done)
         if result.skip is None or not result.skip.left:
