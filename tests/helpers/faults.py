@@ -29,6 +29,7 @@ PHASES = {
 }
 ENGINE, ACTOR = "LLMRayActor", "PolicyModelActor"
 CRITIC, REFERENCE = "CriticModelActor", "ReferenceModelActor"
+REWARD_MODEL = "RewardModelActor"
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 Fault = tuple[str, str, signal.Signals]  # whom, in which phase, how
 

@@ -25,6 +25,7 @@ from tests.helpers.faults import (
     KILL,
     PHASES,
     REFERENCE,
+    REWARD_MODEL,
     STOP,
     Faults,
     hook,
@@ -88,7 +89,7 @@ def check(faults: Faults, given: dict) -> None:
 
 
 @pytest.mark.parametrize("how", [KILL, STOP], ids=["kill", "stop"])
-@pytest.mark.parametrize("title", [ENGINE, ACTOR, CRITIC, REFERENCE])
+@pytest.mark.parametrize("title", [ENGINE, ACTOR, CRITIC, REFERENCE, REWARD_MODEL])
 def test_engines_and_ranks_are_replaced(
     ray_cluster: None,
     given: dict,
@@ -104,6 +105,9 @@ def test_engines_and_ranks_are_replaced(
         f"--actor_num_gpus_per_node 2 --num_episodes {NUM_STEPS // 2}"
     )
     given |= {"ckpt_path": given["save_path"] / "ckpt", "critic_pretrain": critic_dir}
+    if title == REWARD_MODEL:
+        given["reward_pretrain"] = critic_dir
+        del given["remote_rm_url"]
     train_ppo_ray.main(argv("", sizes=flags, **given))
     check(faults, given)
     cells[title, how.name] = {STEPS[step]: seconds for step, seconds in faults.seconds.items()}
