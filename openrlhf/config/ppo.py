@@ -135,7 +135,9 @@ class VLLMConfig(EngineConfig):
     """`vllm.*`: the engines that generate."""
 
     sync_backend: Literal["nccl", "gloo"] = option(
-        "nccl", "Transport of weights.", "vllm_sync_backend"
+        "nccl",
+        "nccl sends weights from GPU memory (on shared GPUs by CUDA IPC), gloo from host memory.",
+        "vllm_sync_backend",
     )
     sync_with_ray: bool = switch(
         "Send weights through Ray, where NCCL and gloo cannot connect.", "vllm_sync_with_ray"

@@ -144,7 +144,7 @@ class Beginning:
 class WeightBucket:
     """Some named full tensors in one flat byte buffer, however it travels.
 
-    Example: `WeightBucket(("lm_head.weight",), ("bfloat16",), ((100, 8),), (0,), 1600, handle)`
+    Example: `WeightBucket(("lm_head.weight",), ("bfloat16",), ((100, 8),), (0,), 1600, address)`
     """
 
     names: tuple[str, ...]  # Hugging Face parameter names
@@ -152,9 +152,9 @@ class WeightBucket:
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]  # byte offset of each tensor
     num_bytes: int
-    # {node or GPU: handle}, {} when broadcast, {"object": reference} in Ray's store,
-    # {"bytes": array} once it was fetched from there
-    handle: dict[str, Any]
+    # Where the bytes are: {node or GPU: handle}, {} when broadcast, {"object": reference} in Ray's
+    # store, {"bytes": array} once they were fetched from there.
+    address: dict[str, Any]
 
 
 class RolloutEngine(Protocol):

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -67,6 +68,9 @@ class HostMemory:
         except RuntimeError as error:
             raise WeightSyncError(f"a bucket of weights cannot be opened: {error}") from error
 
+    def collect(self) -> None:
+        """Free what readers have let go of: here that needs no call."""
+
 
 class CudaMemory:
     """Memory of one GPU, opened in other processes through CUDA IPC."""
@@ -98,6 +102,10 @@ class CudaMemory:
 
         # The seventh argument is the index of the GPU, which is another one in this process.
         return rebuild_cuda_tensor(*handle[:6], self.device.index, *handle[7:])
+
+    def collect(self) -> None:
+        """Free what readers have let go of."""
+        torch.cuda.ipc_collect()
 
 
 def memory_of(device: torch.device) -> HostMemory | CudaMemory:
@@ -182,6 +190,13 @@ class Broadcasts:
             return True
 
 
+def fetched(bucket: WeightBucket, get: Callable[[Any], Any]) -> WeightBucket:
+    """Return the bucket with its bytes, if they are an object of a store that `get` reads."""
+    if "object" not in bucket.address:
+        return bucket
+    return replace(bucket, address={"bytes": get(bucket.address["object"])})
+
+
 class BucketReader:
     """The engine's side, in every worker: opens or receives buckets for the worker's device."""
 
@@ -215,15 +230,15 @@ class BucketReader:
             data = self._received[: bucket.num_bytes]
             self._group.broadcast(data)
             return data
-        if "bytes" in bucket.handle:
-            return torch.tensor(bucket.handle["bytes"])
+        if "bytes" in bucket.address:
+            return torch.tensor(bucket.address["bytes"])
         for memory in self.memories:
-            handle: Any = bucket.handle.get(memory.location)
+            handle: Any = bucket.address.get(memory.location)
             if handle is not None:
                 if handle not in self._opened:
                     self._opened[handle] = memory.open(handle)
                 return self._opened[handle][: bucket.num_bytes]
         raise WeightSyncError(
-            "no rank of the trainer shares memory with this engine. Give the actor as many devices "
-            "as the engines, leave out --colocate_all_models, or type --vllm_sync_with_ray."
+            "no rank of the trainer shares memory with this engine. Type --vllm_sync_with_ray, or "
+            "give the actor as many devices as the engines."
         )

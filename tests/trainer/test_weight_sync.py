@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import WeightBucket
-from openrlhf.engines.weight_transfer import Broadcasts, BucketReader, HostMemory
+from openrlhf.engines.weight_transfer import Broadcasts, BucketReader, HostMemory, fetched
 from openrlhf.errors import EngineError, LostEngineError, NoRestartError, WeightSyncError
 from openrlhf.trainer.workers import policy, weight_sync
 from openrlhf.trainer.workers.weight_sync import (
@@ -101,9 +100,7 @@ class FakeEngine:
             time.sleep(self.hangs_s)
             return
         self.buckets.append(bucket.names)
-        if "object" in bucket.handle:
-            bucket = replace(bucket, handle={"bytes": ray.get(bucket.handle["object"])})
-        for name, tensor in self.reader.read(bucket):
+        for name, tensor in self.reader.read(fetched(bucket, ray.get)):
             if not (self.fault == "drop" and name == "b"):
                 self.held[name] = tensor + 1 if self.fault == "corrupt" else tensor.clone()
 
@@ -133,6 +130,34 @@ def test_every_bucket_arrives_as_it_was_sent_update_after_update(way, request, m
         for engine in engines:
             assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors)
     assert engines[0].buckets == BUCKETS * 3
+
+
+class FreedMemory(HostMemory):
+    """Memory of a node that is given back after each update."""
+
+    is_kept = False
+
+    def __init__(self) -> None:
+        self.num_collected = 0
+
+    def collect(self) -> None:
+        self.num_collected += 1
+
+
+class FreeingTransport(HandleTransport):
+    """A transport with memory of its own."""
+
+    def own_memory(self, device: torch.device) -> HostMemory:
+        return FreedMemory()
+
+
+def test_a_transport_with_memory_of_its_own_gives_it_back_after_each_update():
+    engine = FakeEngine()
+    transport = connected([engine], FreeingTransport)
+    for version in (1, 2):
+        transport.send(WEIGHTS, version)
+        assert all(torch.equal(engine.held[name], tensor) for name, tensor in WEIGHTS)
+        assert transport.memory.num_collected == version and transport._buffers == []
 
 
 @pytest.mark.parametrize("way", [HandleTransport, BroadcastTransport])
@@ -336,7 +361,7 @@ def test_a_rank_whose_copy_differs_is_found(ranks, monkeypatch):
 
 def test_an_engine_without_a_rank_beside_it_says_what_to_type():
     engine = engine_at("another node")
-    with pytest.raises(WeightSyncError, match="type --vllm_sync_with_ray"):
+    with pytest.raises(WeightSyncError, match="Type --vllm_sync_with_ray, or give"):
         connected([engine]).send(WEIGHTS, 1)
 
 

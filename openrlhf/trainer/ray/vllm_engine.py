@@ -21,6 +21,7 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine
+from openrlhf.engines.weight_transfer import fetched
 from openrlhf.errors import LostEngineError, LostRankError, first_line
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.placement import wait_for_node
@@ -99,9 +100,7 @@ class LLMRayActor(VLLMEngine):
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket, which may lie in Ray's object store."""
-        if "object" in bucket.handle:
-            bucket = replace(bucket, handle={"bytes": ray.get(bucket.handle["object"])})
-        super().receive_bucket(bucket)
+        super().receive_bucket(fetched(bucket, ray.get))
 
     async def run(self, method: str, *args: object) -> Any:
         """Run a method of this class in a thread, while the event loop takes requests; raise

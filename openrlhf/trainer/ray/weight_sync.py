@@ -1,4 +1,4 @@
-"""The weight transports under their earlier name, which checks on GPU machines import."""
+"""Old names for checks on GPU machines; new transports are not added here."""
 
 from typing import Any
 

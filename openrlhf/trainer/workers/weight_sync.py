@@ -21,7 +21,9 @@ from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_transfer import (
     WAS_BROKEN_OFF,
     Broadcasts,
+    CudaMemory,
     Handle,
+    HostMemory,
     memory_of,
     synchronize,
 )
@@ -79,12 +81,16 @@ class WeightTransport:
         self.num_workers = (num_engines or len(engines)) * workers_per_engine
         self.failed: dict[int, SyncFailure] = {}  # engines by index; nothing is sent to them
         self.own_error: BaseException | None = None  # of the trainer, if no engine caused it
-        self.memory = memory_of(device)
+        self.memory = self.own_memory(device)
         self.bucket_bytes = max(self.memory.bucket_bytes, num_bytes // NUM_BUCKETS)
         self._buffers: list[tuple[Tensor, Handle]] = []  # the one that is filled comes last
         self._pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
         self.is_used = rank() == 0  # True if somebody reads from this rank
         self.connect()
+
+    def own_memory(self, device: torch.device) -> HostMemory | CudaMemory:
+        """Return the memory that the buffers are in."""
+        return memory_of(device)
 
     def connect(self) -> None:
         """Get ready to send; every rank calls."""
@@ -101,8 +107,9 @@ class WeightTransport:
         """Release engines that wait for a peer which has failed."""
 
     def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
-        """Yield buckets of about `bucket_bytes` and their bytes; these are overwritten when the
-        next but one is asked for. A tensor that is larger travels alone.
+        """Yield buckets of about `bucket_bytes` and their bytes; a larger tensor travels alone. The
+        bytes are overwritten when the next bucket but one is asked for. Do not keep them: they hold
+        the buffer.
         """
         entries: list[tuple[str, str, tuple[int, ...], int]] = []
         num_bytes = 0
@@ -126,7 +133,7 @@ class WeightTransport:
         barrier()  # rank 0 is here once engines have let go of the last bucket
         if not self.memory.is_kept:
             self._buffers = []
-            torch.cuda.ipc_collect()
+            self.memory.collect()
 
     def _finished(
         self, entries: list[tuple[str, str, tuple[int, ...], int]], num_bytes: int
