@@ -344,7 +344,7 @@ def scored(
     task: BatchTask, mine: Sequence[int], strategy: DeepSpeedStrategy
 ) -> Iterator[tuple[int, list[Row]]]:
     """Load the reward model and yield this rank's responses with their scores, read at the last of
-    the tokens that train_rm would have seen.
+    the tokens that openrlhf rm would have seen.
     """
     hf_model = load_sequence_model(task.model_path, task.config, allow_fresh_head=False)
     engine = strategy.prepare_eval(RewardModel(hf_model))

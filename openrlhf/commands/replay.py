@@ -125,7 +125,7 @@ def one_process(run_dir: Path) -> PPOConfig:
     path = run_dir / CONFIG_FILE
     if not path.is_file() or "rollout:" not in path.read_text().splitlines():
         raise ConfigError(
-            f"{run_dir} is no run of train_ppo or train_ppo_ray: replay repeats their steps only. "
+            f"{run_dir} is no run of openrlhf ppo or ppo-local: replay repeats their steps only. "
             "Type the --save_path of such a run."
         )
     config = with_snapshots(parse_config(PPOConfig, ["--config", str(path)]).config, is_shown=True)

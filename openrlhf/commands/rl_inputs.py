@@ -225,8 +225,8 @@ def check_runs_without_ray(config: PPOConfig) -> None:
     """Raise ConfigError for what needs processes of its own."""
     if (num_ranks := Topology.from_env(local_rank=config.local_rank).world_size) > 1:
         raise ConfigError(
-            f"train_ppo was started as {num_ranks} processes, and trains in one. Use train_ppo_ray "
-            f"--actor_num_gpus_per_node {num_ranks} for several ranks."
+            f"openrlhf ppo-local was started as {num_ranks} processes, and trains in one. Type "
+            f"openrlhf ppo --actor_num_gpus_per_node {num_ranks} for several ranks."
         )
     needs = {
         "--async_train": config.train.async_enable,
@@ -236,7 +236,7 @@ def check_runs_without_ray(config: PPOConfig) -> None:
     }
     if used := ", ".join(flag for flag, is_used in needs.items() if is_used):
         raise ConfigError(
-            f"{used} needs processes of their own. Use train_ppo_ray, or leave {used} out."
+            f"{used} needs processes of their own. Type openrlhf ppo, or leave {used} out."
         )
 
 

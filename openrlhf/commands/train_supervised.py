@@ -172,8 +172,8 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
         image_processor = image_processor_of(config, model_path, configs.get(model_path))
         if image_processor is not None and not recipe.reads_pictures:
             raise ConfigError(
-                f"train_{recipe.name} reads texts alone, and {model_path} reads images. Take a "
-                "model of texts, or train_sft, train_dpo or train_ppo_ray."
+                f"openrlhf {recipe.name} reads texts alone, and {model_path} reads images. Take a "
+                "model of texts, or openrlhf sft, dpo or ppo."
             )
         own = configs[model_path].model_type if image_processor is not None else None
         for path, other in configs.items():

@@ -127,7 +127,7 @@ class EngineConfig(Base):
 
     num_engines: int | None = option(
         None,
-        "Engines; unset: one for each rank group of the actor (train_ppo: none); 0: the actor "
+        "Engines; unset: one for each rank group of the actor (ppo-local: none); 0: the actor "
         "generates itself.",
         "vllm_num_engines",
         ge=0,

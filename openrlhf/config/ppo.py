@@ -1,4 +1,4 @@
-"""Config of train_ppo_ray and train_ppo: its parts, and `PPOConfig` with the rules they keep.
+"""Config of ppo and ppo-local: its parts, and `PPOConfig` with the rules they keep.
 
 Field path = dotted flag; names after the help text are flat flags and what Hugging Face users type.
 """

@@ -1,7 +1,7 @@
-"""Config of the commands that use a trained model: batch_inference, serve_rm, lora_combiner, chat.
+"""Config of the commands that use a trained model: infer, serve-rm, merge-lora, chat.
 
 Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
-users type. The token of serve_rm is no field: it comes from a file or the environment, and is
+users type. The token of serve-rm is no field: it comes from a file or the environment, and is
 written nowhere.
 """
 
@@ -59,7 +59,7 @@ class SamplingConfig(TokenChoiceConfig, StopConfig):
 
 
 class InferenceDataConfig(DatasetConfig):
-    """`data.*` of batch_inference."""
+    """`data.*` of infer."""
 
     dataset: str | None = option(
         None,
@@ -84,7 +84,7 @@ class CSFTConfig(Base):
 
 
 class InferenceVLLMConfig(Base):
-    """`vllm.*` of batch_inference."""
+    """`vllm.*` of infer."""
 
     tensor_parallel_size: int | None = option(
         None,
@@ -100,7 +100,7 @@ class InferenceVLLMConfig(Base):
 
 
 class InferenceRewardConfig(Base):
-    """`reward.*` of batch_inference: what becomes of the scores."""
+    """`reward.*` of infer: what becomes of the scores."""
 
     post_processor: Literal["rs", "csft", "iter_dpo"] | None = option(
         None,
@@ -111,7 +111,7 @@ class InferenceRewardConfig(Base):
 
 
 class BatchInferenceConfig(CommandConfig):
-    """Generate responses or score them, row by row (batch_inference)."""
+    """Generate responses or score them, row by row (openrlhf infer)."""
 
     shows: ClassVar = {
         "ds": (*WEIGHTS, "value_head_prefix", "zero_stage"),
@@ -157,7 +157,7 @@ class BatchInferenceConfig(CommandConfig):
 
 
 class LoraCombinerConfig(CommandConfig):
-    """Merge an adapter into its base model (lora_combiner)."""
+    """Merge an adapter into its base model (openrlhf merge-lora)."""
 
     shows: ClassVar = {"ds": ("param_dtype",)}
 
@@ -178,7 +178,7 @@ class LoraCombinerConfig(CommandConfig):
 
 
 class ChatConfig(CommandConfig):
-    """Talk to a model in the terminal (interactive_chat)."""
+    """Talk to a model in the terminal (openrlhf chat)."""
 
     shows: ClassVar = {
         "model": ("model_name_or_path",),
@@ -240,7 +240,7 @@ class ServerLimitsConfig(Base):
 
 
 class ServeRewardConfig(CommandConfig):
-    """A reward model behind HTTP (serve_rm)."""
+    """A reward model behind HTTP (openrlhf serve-rm)."""
 
     shows: ClassVar = {
         "data": ("max_len", "overlong_texts"),

@@ -1,5 +1,4 @@
-"""Config of the supervised commands: train_sft, train_rm, train_dpo, train_kto, train_prm and
-train_kd.
+"""Config of the supervised commands: sft, rm, dpo, kto, prm and kd.
 
 Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
 users type.
@@ -33,7 +32,7 @@ EXO_LABEL_SMOOTHING = 1e-3  # the loss takes its logarithm
 
 
 class SFTModelConfig(ModelConfig):
-    """`model.*` of train_sft."""
+    """`model.*` of sft."""
 
     pretrain_mode_enable: bool = switch(
         "Continued pre-training: every token of --input_key is learnt.", "pretrain_mode"
@@ -66,7 +65,7 @@ class DatasetConfig(TextDataConfig):
     prompt_key: str | None = option(None, "Column of the prompt; unset: `prompt`, if it is there.")
     chosen_key: str = option("chosen", "Column of the better response.")
     rejected_key: str = option("rejected", "Column of the worse response.")
-    label_key: str = option("label", "Column of the label: 1 good, 0 bad (train_prm: one a step).")
+    label_key: str = option("label", "Column of the label: 1 good, 0 bad (prm: one a step).")
     overlong_texts: Literal["error", "truncate_left", "truncate_right"] = option(
         "error", "Texts over --max_len: refused, or cut and marked in the response."
     )
@@ -124,7 +123,7 @@ class SupervisedConfig(TrainingRunConfig, OptimizerConfig):
 
 
 class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning and continued pre-training (train_sft)."""
+    """Supervised fine-tuning and continued pre-training (openrlhf sft)."""
 
     shows: ClassVar = {"eval": HELD_OUT, "data": (*ANSWERED, *IMAGES, "multiturn")}
     essentials: ClassVar = (
@@ -156,7 +155,7 @@ class SFTConfig(SupervisedConfig):
 
 
 class RMModelConfig(ModelConfig):
-    """`model.*` of train_rm."""
+    """`model.*` of rm."""
 
     loss_type: Literal["sigmoid", "logexp"] = option(
         "sigmoid", "-log sigmoid(difference), or log(1 + exp(-difference)).", "loss"
@@ -165,7 +164,7 @@ class RMModelConfig(ModelConfig):
 
 
 class RMConfig(SupervisedConfig):
-    """Pairwise reward model (train_rm)."""
+    """Pairwise reward model (openrlhf rm)."""
 
     shows: ClassVar = {"eval": HELD_OUT, "data": PAIRS}
     essentials: ClassVar = (
@@ -186,7 +185,7 @@ class RMConfig(SupervisedConfig):
 
 
 class DPOModelConfig(ModelConfig):
-    """`model.*` of train_dpo."""
+    """`model.*` of dpo."""
 
     loss_type: PreferenceLossName | OwnFunction = option(
         "sigmoid", "Preference loss, or your own.", opens="code"
@@ -214,7 +213,7 @@ class RefConfig(Base):
 
 
 class DPOConfig(SupervisedConfig):
-    """Direct preference optimisation and its relatives (train_dpo)."""
+    """Direct preference optimisation and its relatives (openrlhf dpo)."""
 
     shows: ClassVar = {"eval": HELD_OUT, "data": (*PAIRS, *IMAGES)}
     essentials: ClassVar = (*FIRST, *SIDE_COLUMNS, "model.loss_type", "model.beta", *LAST)
@@ -258,7 +257,7 @@ class DPOConfig(SupervisedConfig):
 
 
 class KTOModelConfig(ModelConfig):
-    """`model.*` of train_kto."""
+    """`model.*` of kto."""
 
     beta: float = option(0.01, "Strength of the preference.", gt=0)
     desirable_loss_weight: float = option(
@@ -270,7 +269,7 @@ class KTOModelConfig(ModelConfig):
 
 
 class KTOConfig(SupervisedConfig):
-    """Kahneman-Tversky optimisation, from single good and bad responses (train_kto)."""
+    """Kahneman-Tversky optimisation, from single good and bad responses (openrlhf kto)."""
 
     shows: ClassVar = {
         "eval": HELD_OUT,
@@ -304,7 +303,7 @@ class KTOConfig(SupervisedConfig):
 
 
 class PRMModelConfig(ModelConfig):
-    """`model.*` of train_prm."""
+    """`model.*` of prm."""
 
     placeholder_token: str | None = option(None, "Token at which a step ends.", needed="step end")
     reward_tokens: tuple[str, ...] | None = option(
@@ -315,7 +314,7 @@ class PRMModelConfig(ModelConfig):
 
 
 class PRMConfig(SupervisedConfig):
-    """Process reward model (train_prm)."""
+    """Process reward model (openrlhf prm)."""
 
     # The text is taken as it is, without a template.
     shows: ClassVar = {"eval": HELD_OUT, "data": (*ROWS, "input_key", "label_key")}
@@ -363,7 +362,7 @@ class KDLossConfig(StopConfig):
 
 
 class KDConfig(SupervisedConfig):
-    """Knowledge distillation (train_kd)."""
+    """Knowledge distillation (openrlhf kd)."""
 
     shows: ClassVar = {"eval": HELD_OUT, "data": ANSWERED}
     essentials: ClassVar = (

@@ -52,7 +52,7 @@ _SPELLED_LIST = re.compile(
     re.DOTALL,
 )
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
-RENDERED = "is_rendered"  # column of `batch_inference`: the prompt is text as the model read it
+RENDERED = "is_rendered"  # column of `infer`: the prompt is text as the model read it
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

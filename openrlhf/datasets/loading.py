@@ -243,7 +243,7 @@ def _refuse_repeated_ids(parts: Parts) -> None:
     problems = []
     for name, rows in parts:
         if "id" not in rows.column_names or "finish_reason" in rows.column_names:
-            continue  # responses of `batch_inference` have the id of their prompt
+            continue  # responses of `infer` have the id of their prompt
         for number, value in enumerate(rows["id"], start=1):
             location = f"{name}: row {number}"
             if isinstance(value, (str, int)) and locations.setdefault(value, location) != location:

@@ -156,7 +156,7 @@ class PreferenceDataset(TokenizedDataset):
         are learnt.
         """
         form, prompt = self._format, self._format.prompt_key
-        sides = [  # column, and True for an answer that met its limit, says `batch_inference`
+        sides = [  # column, and True for an answer that met its limit, says `infer`
             (form.chosen_key, row.get("chosen_finish_reason") == "length"),
             (form.rejected_key, row.get("rejected_finish_reason") == "length"),
         ]

@@ -75,7 +75,7 @@ class SFTDataset(TokenizedDataset):
             return pick_columns(found, (form.input_key, TEXT_COLUMNS, form.text_flag))[0], None
         is_named = form.input_key is not None or form.output_key is not None
         is_inferred = {"input", "output"} <= {*found} and {RENDERED, "finish_reason"} & {*found}
-        if not is_named and is_inferred:  # `batch_inference` keeps columns of its data beside them
+        if not is_named and is_inferred:  # `infer` keeps columns of its data beside them
             return "input", "output"
         output = [(form.output_key, (), "--output_key")] if form.output_key is not None else []
         prompt, *_ = pick_columns(found, (form.input_key, usual, "--input_key"), *output)
@@ -124,7 +124,7 @@ class SFTDataset(TokenizedDataset):
 
     def _rendered(self, row: Row) -> Rendered:
         column, answer, form = self.input_column, self.output_column, self._format
-        is_cut = row.get("finish_reason") == "length"  # says `batch_inference`
+        is_cut = row.get("finish_reason") == "length"  # says `infer`
         if form.pretrain_mode:
             return self._answered(row, None, column, is_cut=False)
         if not form.apply_chat_template or (answer and self._is_rendered(row, column)):

@@ -568,7 +568,7 @@ def is_value_model(config: PretrainedConfig) -> bool:
 def check_value_model(config: PretrainedConfig, path: str) -> None:
     """Raise ConfigError for a checkpoint without a scalar head."""
     if not is_value_model(config):
-        remedy = "Give a reward model, such as train_rm makes."
+        remedy = "Give a reward model, such as openrlhf rm makes."
         raise ConfigError(f"{path} has no value head. {remedy}")
 
 

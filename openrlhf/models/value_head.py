@@ -24,7 +24,7 @@ def reward_mean_and_std(config: PretrainedConfig) -> tuple[float, float]:
     if None in (mean, std) or not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise ConfigError(
             f"--normalize_reward: mean {mean} and std {std} in the reward model's config are "
-            "unusable. Train it with train_rm, write both to its config.json (std above 0), or "
+            "unusable. Train it with openrlhf rm, write both to its config.json (std above 0), or "
             "leave the flag out."
         )
     return float(mean), float(std)

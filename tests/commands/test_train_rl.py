@@ -89,7 +89,7 @@ def test_train_ppo_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="started as 2 processes, and trains in one"):
         run_ppo_local(rl_config())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match="Use train_ppo_ray, or leave --async_train out"):
+    with pytest.raises(ConfigError, match="Type openrlhf ppo, or leave --async_train out"):
         run_ppo_local(rl_config("--async_train"))
 
 

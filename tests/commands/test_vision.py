@@ -95,8 +95,8 @@ REFUSED = [
         f"sft --pretrain text {ANSWERED} --freeze_visual_encoder --image_max_pixels 9999",
         "--freeze_visual_encoder, --image_max_pixels: text reads no images",
     ),
-    (f"kto --pretrain vision {ANSWERED}", "train_kto reads texts alone"),
-    (f"kd --pretrain vision --teacher_model vision {ANSWERED}", "train_kd reads texts alone"),
+    (f"kto --pretrain vision {ANSWERED}", "openrlhf kto reads texts alone"),
+    (f"kd --pretrain vision --teacher_model vision {ANSWERED}", "openrlhf kd reads texts alone"),
     (
         "dpo --pretrain vision --ref_pretrain text --dataset rows.jsonl --prompt_key prompt "
         "--chosen_key answer --rejected_key rejected",
@@ -108,7 +108,7 @@ REFUSED = [
         f"{PPO} --advantage_estimator rloo --reward_pretrain vision",
         "Reward models and critics read texts alone",
     ),
-    ("prm --pretrain vision --dataset rows.jsonl", "train_prm reads texts alone"),
+    ("prm --pretrain vision --dataset rows.jsonl", "openrlhf prm reads texts alone"),
 ]
 
 

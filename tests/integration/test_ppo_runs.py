@@ -103,7 +103,7 @@ def test_a_replay_of_a_step_that_was_not_kept_names_those_that_were(
     )
     (tmp_path / "config.yaml").write_text("train:\n  seed: 1\n")
     assert exit_code(replay.main, [str(tmp_path)]) == 2
-    assert "is no run of train_ppo or train_ppo_ray" in capsys.readouterr().err
+    assert "is no run of openrlhf ppo or ppo-local" in capsys.readouterr().err
 
 
 def test_an_update_whose_gradient_is_not_finite_is_skipped_and_kept_for_a_replay(

@@ -80,7 +80,7 @@ def test_a_reward_adapter_brings_its_head_and_scale(
     randomise(adapted)
     adapted.save_pretrained(tmp_path)
     config = adapted.get_base_model().config
-    config.update({"mean": 0.5, "std": 2.0})  # as train_rm leaves them
+    config.update({"mean": 0.5, "std": 2.0})  # as openrlhf rm leaves them
     config.save_pretrained(tmp_path)
     assert is_value_model(load_config(str(tmp_path)))
     loaded = load_sequence_model(tmp_path, allow_fresh_head=False)
