@@ -136,7 +136,7 @@ class NumericsError(OpenRLHFError):
 
 
 class SkippedUpdate(NumericsError):
-    """An optimizer step whose gradient is not finite: the weights stay, and the run goes on."""
+    """An optimizer step that was skipped: the weights stay, and the run goes on."""
 
 
 class MachineError(OpenRLHFError):

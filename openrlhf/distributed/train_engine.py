@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 MAX_SKIPS = 3
 MAX_FP16_SKIPS = 20  # dynamic loss scaling finds its scale by overflowing
 ENGINE = "engine.json"
-SKIPPED = "num_skipped_updates"  # in a row
+SKIPPED = "num_skipped_updates"  # metric: of a step
+SKIPS_IN_A_ROW = "num_skipped_updates"  # key of ENGINE
 WEIGHTS, STEP = "fp32", "step"  # the other keys of a part are those of the optimizer's state
 ASLEEP = "_offload_buffer"  # ends keys of DeepSpeed's own, for states that sleep
 # Counts from 1, so its last value is that of the last update, not of the one after.
@@ -174,7 +175,7 @@ class TrainEngine:
         if device.type == "cpu":
             keep_freed_memory()
         self.use_universal_ckpt = use_universal_ckpt
-        self.num_skipped_updates = 0  # in a row
+        self.num_skips_in_a_row = 0
         # Under ZeRO-0 every rank holds all, and the first of them copies.
         self._copies = self.zero_stage > 0 or _tp_and_dp_rank(engine)[1] == 0
         self._sharing = collectives.ranks_on_node(is_counted=self._copies)  # the host memory
@@ -224,12 +225,12 @@ class TrainEngine:
         grad_norm = self._plain_step() if self._is_plain else self._zero_step()
         if math.isfinite(grad_norm):
             self.update_ratio = _change(before, _samples(self.engine))
-            self.num_skipped_updates = 0
+            self.num_skips_in_a_row = 0
             self.schedule.step()
             return grad_norm
-        self.num_skipped_updates += 1
+        self.num_skips_in_a_row += 1
         is_fp16 = self.engine.fp16_enabled()
-        if (count := self.num_skipped_updates) >= (MAX_FP16_SKIPS if is_fp16 else MAX_SKIPS):
+        if (count := self.num_skips_in_a_row) >= (MAX_FP16_SKIPS if is_fp16 else MAX_SKIPS):
             raise NumericsError(
                 f"the gradient was not finite in {count} updates in a row; the weights are those "
                 "before them. Lower the learning rate, or look for extreme rewards or log-probs"
@@ -286,7 +287,7 @@ class TrainEngine:
         """
         folder.mkdir(parents=True, exist_ok=True)
         if collectives.is_main():
-            own = {"schedule": self.schedule.state_dict(), SKIPPED: self.num_skipped_updates}
+            own = {"schedule": self.schedule.state_dict(), SKIPS_IN_A_ROW: self.num_skips_in_a_row}
             folders.write_json(folder / ENGINE, _description_of(self.engine) | own)
         if not self._copies:
             return folders.nothing
@@ -334,7 +335,7 @@ class TrainEngine:
             for part in _parts(engine):
                 part.parameter.ds_tensor.view(-1)[: part.numel].copy_(part.of(part.flat))
             zero.checkpoint_event_epilogue()
-        self.num_skipped_updates = saved.get(SKIPPED, 0)
+        self.num_skips_in_a_row = saved.get(SKIPS_IN_A_ROW, 0)
         resume_schedule(self.schedule, saved["schedule"], has_own_rate=has_own_rate)
 
     def _can_move_states(self) -> bool:

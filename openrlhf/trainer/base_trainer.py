@@ -404,7 +404,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         return loss
 
     def _step(self, rows: Sequence[int], metrics: Metrics) -> bool:
-        """Update the weights; False when the gradient was not finite and nothing was changed."""
+        """Update the weights; return False if that was skipped."""
         try:
             metrics.add("grad_norm", self.engine.step())
         except NumericsError as error:
