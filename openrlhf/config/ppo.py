@@ -301,7 +301,7 @@ class PPOTrainConfig(TrainConfig, AgentsConfig):
         "Generate while training, on own devices.", "async_train", at_resume="refused"
     )
     async_queue_size: int = option(
-        1, "Most updates a sample may be behind.", env="OPENRLHF_ASYNC_QUEUE_SIZE", gt=0
+        1, "Most steps a sample may be behind.", env="OPENRLHF_ASYNC_QUEUE_SIZE", gt=0
     )
     partial_rollout_enable: bool = switch(
         "Weights change under running samples instead of after them.", "partial_rollout"
@@ -580,7 +580,7 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
             )
         if self.train.async_enable and not advantage.is_corrected:
             yield (
-                f"--async_train: samples up to {self.train.async_queue_size} update(s) old count "
+                f"--async_train: samples up to {self.train.async_queue_size} step(s) old count "
                 "as if they were new. --enable_vllm_is_correction weighs them by how likely they "
                 "are now."
             )

@@ -81,7 +81,7 @@ class RunState:
         self.kl, self.checkpoints, self.phases = config.algo.kl, checkpoints, phases
         self.groups = {role: groups[role] for role in TRAINED_ROLES if role in groups}
         self.global_step = 0  # steps done
-        self.weight_version = 0  # of the policy; counts its updates
+        self.weight_version = 0  # steps in which the policy was trained
         self.num_texts = 0  # rows of pre-training text that were mixed in
         self.kl_coef = self.kl.init_coef  # fixed, or steered towards a target
         self.evaluations: list[Values] = []  # the first, the best and the last one

@@ -17,7 +17,7 @@ from openrlhf.utils.rollout import Rollout
 
 
 class PPOTrainerAsync(PPOTrainer):
-    """Trains on samples that are at most `--async_queue_size` updates behind the policy.
+    """Trains on samples that are at most `--async_queue_size` steps behind the policy.
 
     Weights change between samples, or under them with `--partial_rollout`. Evaluation shares the
     engines with the samples that are generated meanwhile.
@@ -89,7 +89,7 @@ class PPOTrainerAsync(PPOTrainer):
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], weight_version: int) -> Metrics:
-    """Count the updates that samples of a step are behind the policy: mean, most, and how many of
+    """Count the steps that samples of a step are behind the policy: mean, most, and how many of
     each; the share of samples whose tokens are of several versions.
     """
     metrics = Metrics()

@@ -172,7 +172,7 @@ class TrainedWorker(ModelWorker):
     model: Actor | CriticModel
     title: str  # of the model on a bar
     prefix: str  # of the metrics "lr" and "grad_norm"
-    weight_version = 0  # of the policy; counts its updates
+    weight_version = 0  # steps in which the policy was trained
     notes: "UpdateNotes"  # of the last `fit`
     taken: Sequence[Write] | None = None  # for a checkpoint, and not yet written
 
@@ -240,9 +240,8 @@ class TrainedWorker(ModelWorker):
         return self.notes.num_updates
 
     def _step(self, notes: "UpdateNotes") -> str:
-        """Make an optimizer step. Where the gradient is not finite, skip it on all ranks and return
-        the reason, which is what any rank found wrong with its loss; raise it if too many were
-        skipped.
+        """Make an optimizer step, or skip it on all ranks and return the reason, which is what any
+        rank found wrong with its loss; raise it if too many were skipped.
         """
         failure: NumericsError | None = None
         try:
