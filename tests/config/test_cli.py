@@ -194,11 +194,11 @@ def test_every_name_of_every_flag_is_in_the_help(config_class):
 
 
 @pytest.mark.parametrize("config_class", [c for c in CONFIGS if c.essentials])
-def test_help_without_a_word_is_where_to_start_and_twenty_settings(config_class):
+def test_help_without_a_word_is_where_to_start_and_at_most_twenty_settings(config_class):
     text = help_text(config_class, "openrlhf x")
     shown = {leaf.path for leaf in walk(config_class) if f"\n  {leaf.flag} " in text}
     assert shown == {*config_class.essentials}
-    assert len(config_class.essentials) == 20
+    assert len(config_class.essentials) <= 20
     start = text.split("Start here:\n  openrlhf x ")[1].split("  openrlhf check x ...")[0]
     parse_config(config_class, shlex.split(start.replace("\\\n", " ")))  # a command as it stands
 
