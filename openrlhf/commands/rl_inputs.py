@@ -263,29 +263,31 @@ def open_reward_source(config: GenerationRunConfig, *, log_dir: Path | None) -> 
     ConfigError.
     """
     reward, batch_size = config.reward, config.rollout.micro_batch_size
-    if not reward.remote_url:
-        return None
-    if reward.is_callable:
-        raise ConfigError(
-            f"--remote_rm_url {reward.remote_url} is a function of a Python program. Type a .py "
-            "file with it, or pass the function: ppo(config, reward=...)."
-        )
-    if not reward.functions:
-        return RemoteReward(
-            reward.remote_url,
-            batch_size=batch_size,
-            timeout_s=reward.timeout_s,
-            try_timeout_s=reward.try_timeout_s,
-        )
-    return FunctionPool(
-        ",".join(reward.functions),
-        weights=reward.weights,
-        batch_size=batch_size,
-        num_workers=reward.num_workers,
-        timeout_s=reward.timeout_s,
-        memory_gib=reward.memory_gib,
-        log_dir=log_dir,
-    )
+    match reward.kind:
+        case "none":
+            return None
+        case "callable":
+            raise ConfigError(
+                f"--remote_rm_url {reward.remote_url} is a function of a Python program. Type a "
+                ".py file with it, or pass the function: ppo(config, reward=...)."
+            )
+        case "servers":
+            return RemoteReward(
+                reward.remote_url,
+                batch_size=batch_size,
+                timeout_s=reward.timeout_s,
+                try_timeout_s=reward.try_timeout_s,
+            )
+        case "functions":
+            return FunctionPool(
+                ",".join(reward.functions),
+                weights=reward.weights,
+                batch_size=batch_size,
+                num_workers=reward.num_workers,
+                timeout_s=reward.timeout_s,
+                memory_gib=reward.memory_gib,
+                log_dir=log_dir,
+            )
 
 
 def check_models(

@@ -6,6 +6,7 @@ Field path = dotted flag; names after the help text are flat flags and what Hugg
 
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from openrlhf.config.base import SCHEME, Base, is_blank, is_given, option, switch
 from openrlhf.config.common import (
@@ -78,9 +79,13 @@ class RewardSourceConfig(RewardModelsConfig, FrozenConfig):
         return tuple(name for name in self._named if FUNCTION.match(name))
 
     @property
-    def is_callable(self) -> bool:
-        """Return True for functions of a Python program, which it passes itself."""
-        return (self.remote_url or "").startswith("callable:")
+    def kind(self) -> Literal["none", "callable", "functions", "servers"]:
+        """Return the kind of source that is named; a Python program passes a callable itself."""
+        if is_blank(self.remote_url):
+            return "none"
+        if str(self.remote_url).startswith("callable:"):
+            return "callable"
+        return "functions" if self.functions else "servers"
 
     @property
     def _named(self) -> list[str]:
@@ -94,7 +99,7 @@ class RewardSourceConfig(RewardModelsConfig, FrozenConfig):
                 f"--remote_rm_url {self.remote_url} names functions and servers. Name functions "
                 "alone: one of them can ask a server."
             )
-        elif not self.functions and not self.is_callable:
+        elif self.kind in ("none", "servers"):
             yield from super().problems()
 
 

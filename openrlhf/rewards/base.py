@@ -106,7 +106,9 @@ class RewardSource:
     """Scores batches on an event loop of its own, so that any thread or event loop may ask."""
 
     def __init__(self, name: str, batch_size: int) -> None:
-        """`batch_size`: most samples that are scored in one call or request."""
+        """Start the thread of the loop: a subclass checks its arguments before. `batch_size`: most
+        samples that are scored in one call or request.
+        """
         self.name = name
         self.batch_size = batch_size
         self._thread = LoopThread("rewards")

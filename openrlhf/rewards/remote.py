@@ -93,12 +93,14 @@ class RemoteReward(RewardSource):
         timeout_s: float = 300.0,
         try_timeout_s: float = 60.0,
     ) -> None:
-        """`urls` with commas between; `timeout_s` is for all tries of a request."""
+        """Raise ConfigError for what is no URL. `urls` with commas between; `timeout_s` is for all
+        tries of a request.
+        """
         self._servers = [Server(url.strip()) for url in urls.split(",") if url.strip()]
+        hosts = [_host_of(server.url) for server in self._servers]
         super().__init__(" ".join(server.url for server in self._servers), batch_size)
         self.timeout_s = timeout_s
         self.try_timeout_s = min(try_timeout_s, timeout_s)
-        hosts = [_host_of(server.url) for server in self._servers]
         most = MAX_IN_FLIGHT * len(hosts)
         token = os.environ.get(TOKEN_VARIABLE)
         self._places = asyncio.Semaphore(most)

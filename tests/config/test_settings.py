@@ -16,6 +16,7 @@ from openrlhf.commands.rl_inputs import planned_updates
 from openrlhf.config.base import CommandConfig, Option, OwnFunction, is_given, value_at, walk
 from openrlhf.config.cli import Reading, flag_table, parse_config
 from openrlhf.config.evaluation import EvaluateConfig
+from openrlhf.config.generation import RewardSourceConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
@@ -260,6 +261,21 @@ def test_colocation_is_of_the_trained_models_alone():
 )
 def test_reward_models_on_devices_of_what_is_trained_take_turns_with_it(line, take_turns):
     assert parse(f"{line}").config.rewards_take_turns == take_turns
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [
+        (None, "none"),
+        (" ", "none"),
+        ("callable:short", "callable"),
+        ("a.py, b.py:f", "functions"),
+        ("http://h:1/r", "servers"),
+        ("exec:./a.py", "servers"),
+    ],
+)
+def test_an_address_is_of_one_kind_of_reward_source(address, kind):
+    assert RewardSourceConfig(remote_url=address).kind == kind
 
 
 def test_steps_run_over_the_ends_of_episodes():

@@ -297,6 +297,8 @@ def test_text_that_is_not_unicode_travels_and_labels_that_are_not_json_become_te
 
 
 @pytest.mark.parametrize("urls", ["localhost:5000", "ftp://a/b", "a.py,b.py", "http://"])
-def test_what_is_no_url_is_refused_at_start(urls: str) -> None:
+def test_what_is_no_url_is_refused_before_a_thread_starts(urls: str) -> None:
+    before = threading.active_count()
     with pytest.raises(ConfigError, match=r"neither one \.py file nor a list of URLs"):
         RemoteReward(urls)
+    assert threading.active_count() == before
