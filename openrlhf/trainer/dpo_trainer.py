@@ -8,14 +8,21 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from openrlhf.algorithms.preference_loss import PairLogps, PreferenceOptions, preference_loss
-from openrlhf.algorithms.tokens import segment_sum
+from openrlhf.algorithms.preference_loss import PreferenceOptions, preference_loss
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import TokenStats
 from openrlhf.trainer.base_trainer import Inputs, add_means, check_same_tokens
-from openrlhf.trainer.preference import PreferenceBatch, ReferencedTrainer, by_side, pack_pairs
+from openrlhf.trainer.preference import (
+    PreferenceBatch,
+    ReferencedTrainer,
+    by_side,
+    half_pairs,
+    pack_pairs,
+    pair_logps,
+    pair_metrics,
+)
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.own_functions import PREFERENCE_LOSS, check_function, find_function
 from openrlhf.utils.tokenizer import Tokenizer
@@ -73,25 +80,12 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         """Return the pairs' losses / pairs of the step, plus what else is added to them."""
         ref_sums = self.reference_sums(batch)
         stats: TokenStats = self.engine(batch.packed)
-        lengths = batch.packed.num_targets
-        pairs = PairLogps(
-            by_side(segment_sum(stats.logprobs, lengths)),
-            by_side(lengths),
-            None if ref_sums is None else by_side(ref_sums),
-        )
+        pairs = pair_logps(batch, stats.logprobs, ref_sums)
         chosen_B, rejected_B = pairs.sums_2B
         losses_B, better_B, worse_B = preference_loss(self.loss, pairs, self.options)
-        metrics = Metrics()
-        means = {
-            "loss": losses_B,
-            "chosen_reward": better_B,
-            "reject_reward": worse_B,
-            "acc": better_B > worse_B,
-            "chosen_logps": chosen_B,
-            "reject_logps": rejected_B,
-        }
-        add_means(metrics, means)
-        halves_S = lengths.new_full(lengths.shape, 0.5, dtype=losses_B.dtype)
+        metrics = pair_metrics(losses_B, better_B, worse_B)
+        add_means(metrics, {"chosen_logps": chosen_B, "reject_logps": rejected_B})
+        halves_S = half_pairs(losses_B)
         loss_sum = self.add_router_loss(losses_B.sum(), stats.aux_loss, halves_S, metrics)
         loss = loss_sum / denominators["num_pairs"]
         if self.nll_coef:

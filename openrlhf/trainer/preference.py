@@ -1,4 +1,5 @@
-"""Shared by the preference trainers: packed pairs and labelled responses, and the frozen reference.
+"""Shared by the preference trainers: packed pairs and labelled responses, the numbers of a pair,
+and the frozen reference.
 
 The reference is a second model or the policy's own base: an adapter that is switched off. It can be
 asked about all samples once, before the first step; a second model is then let go of, unless the
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
+from openrlhf.algorithms.preference_loss import PairLogps
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.datasets.reward_dataset import PreferencePair
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
@@ -27,10 +29,12 @@ from openrlhf.trainer.base_trainer import (
     Samples,
     SampleSet,
     SampleT,
+    add_means,
     load_actor,
 )
 from openrlhf.utils.console import notice
 from openrlhf.utils.images import ImageProcessor
+from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import Batch, PackedBatch
 
 
@@ -91,6 +95,37 @@ def pack_pairs(
 def by_side(values: Tensor) -> Tensor:
     """Return (2B,) values as (2, B): a row of the chosen and one of the rejected side."""
     return values.view(-1, 2).t()
+
+
+def pair_logps(batch: PreferenceBatch, logprobs_N: Tensor, ref_sums: Tensor | None) -> PairLogps:
+    """Return the sums of log-probs and the lengths of both sides, from the log-probs of all targets
+    and the sums of a reference, (2B,), if there is one.
+    """
+    lengths = batch.packed.num_targets
+    sums = segment_sum(logprobs_N, lengths)
+    return PairLogps(
+        by_side(sums), by_side(lengths), None if ref_sums is None else by_side(ref_sums)
+    )
+
+
+def pair_metrics(losses_B: Tensor, better_B: Tensor, worse_B: Tensor) -> Metrics:
+    """Return the means over pairs of the losses and of the rewards of both sides, and the share of
+    pairs in the right order.
+    """
+    metrics = Metrics()
+    means = {
+        "loss": losses_B,
+        "chosen_reward": better_B,
+        "reject_reward": worse_B,
+        "acc": better_B > worse_B,
+    }
+    add_means(metrics, means)
+    return metrics
+
+
+def half_pairs(losses_B: Tensor) -> Tensor:
+    """Return the weight of each sequence in the router loss, (2B,): half a pair."""
+    return losses_B.new_full((2 * len(losses_B),), 0.5)
 
 
 @contextmanager

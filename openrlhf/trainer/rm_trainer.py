@@ -21,8 +21,14 @@ from openrlhf.errors import CheckpointError
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
 from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardModel, RewardTerms
-from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, SampleSet, add_means
-from openrlhf.trainer.preference import PreferenceBatch, by_side, pack_pairs
+from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, SampleSet
+from openrlhf.trainer.preference import (
+    PreferenceBatch,
+    by_side,
+    half_pairs,
+    pack_pairs,
+    pair_metrics,
+)
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import base_model_of
 
@@ -71,15 +77,7 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         chosen_B, rejected_B = by_side(terms.scores)
         margin_B = batch.labels if self.with_margin else None
         losses_B = pairwise_losses(chosen_B, rejected_B, kind=self.loss_kind, margin_B=margin_B)
-        metrics = Metrics()
-        means = {
-            "loss": losses_B,
-            "acc": chosen_B > rejected_B,
-            "chosen_reward": chosen_B,
-            "reject_reward": rejected_B,
-        }
-        add_means(metrics, means)
-        halves_S = torch.full_like(terms.scores, 0.5, dtype=torch.float32)
+        metrics, halves_S = pair_metrics(losses_B, chosen_B, rejected_B), half_pairs(losses_B)
         loss_sum = self.add_router_loss(losses_B.sum(), terms.aux_loss, halves_S, metrics)
         return loss_sum / denominators["num_pairs"], metrics
 
