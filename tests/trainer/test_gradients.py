@@ -1,6 +1,8 @@
 """One optimizer step of every supervised command: its gradient and metrics are those of the formula
 on one unpacked answer at a time, however micro-batches, ranks and ZeRO stages cut it, the router
 loss included. From the words of a command line to numbers in plain torch.
+
+A world of ranks starts once and runs all its cases; `-k "dpo-kept and two"` compares one of them.
 """
 
 import os
@@ -58,6 +60,7 @@ ROUTER = {
     "kd router": f"kd --kd_coef {COEF}",
 }
 CASES = MAIN | ROUTER
+RUN_BY_TWO = (*MAIN, "sft router", "rm router")
 
 
 def make_folder(folder: Path, **heads: int) -> Path:
@@ -142,7 +145,7 @@ def export_and_spoil(folder: Path) -> str:
 
 def run_cases(folder: Path) -> dict[str, Any]:
     size = int(os.environ["WORLD_SIZE"])
-    cases = [*MAIN, "sft router", "rm router"] if size == 2 else CASES
+    cases = RUN_BY_TWO if size == 2 else CASES
     found: dict[str, Any] = {case: run_case(folder, case, size) for case in cases}
     if size == 2:
         found["spoilt export"] = export_and_spoil(folder)
@@ -352,35 +355,42 @@ def gradient_by_hand(folder: Path, case: str, samples: list) -> tuple[Tensor, di
 
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(300)]
-WORLDS = ["two_ranks", *(pytest.param(name, marks=SLOW) for name in ("one_rank", "four_ranks"))]
+RUNS = [
+    pytest.param(world, case, marks=marks, id=f"{world}-{case.replace(' ', '-')}")
+    for world, cases, marks in (
+        ("two_ranks", RUN_BY_TWO, []),
+        ("one_rank", CASES, SLOW),
+        ("four_ranks", CASES, SLOW),
+    )
+    for case in cases
+]
+EVALUATED = [run for run in RUNS if run.values[1] in MAIN.keys() - {"own answers"}]
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize(("ranks", "case"), RUNS)
 def test_gradients_and_metrics_are_those_of_the_formulas(
-    request: pytest.FixtureRequest, expected: Callable, ranks: str
+    request: pytest.FixtureRequest, expected: Callable, ranks: str, case: str
 ) -> None:
     for results in request.getfixturevalue(ranks):
-        for case in CASES.keys() & results.keys():
-            gradient, values = expected(case, results[case]["samples"])
-            for size in MICRO_BATCH_SIZES:
-                actual, metrics = results[case][size]
-                error = (actual - gradient).norm() / gradient.norm()
-                assert error < (1e-4 if case in ROUTER else 1e-5), (case, size)
-                own = {name: metrics[name] for name in values}
-                assert own == pytest.approx(values, rel=1e-4, abs=1e-6), case
+        gradient, values = expected(case, results[case]["samples"])
+        for size in MICRO_BATCH_SIZES:
+            actual, metrics = results[case][size]
+            error = (actual - gradient).norm() / gradient.norm()
+            assert error < (1e-4 if case in ROUTER else 1e-5), size
+            own = {name: metrics[name] for name in values}
+            assert own == pytest.approx(values, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize(("ranks", "case"), EVALUATED)
 def test_an_evaluation_has_the_metrics_of_the_formulas(
-    request: pytest.FixtureRequest, expected: Callable, ranks: str
+    request: pytest.FixtureRequest, expected: Callable, ranks: str, case: str
 ) -> None:
     for results in request.getfixturevalue(ranks):
-        for case in MAIN.keys() - {"own answers"}:
-            found = results[case]["eval"]
-            _, values = expected(case, results[case]["samples"])
-            names = values.keys() - ({"kto_loss", "kl"} if "kto" in case else {})  # another order
-            own = {name: found[f"eval/{name}"] for name in names}
-            assert own == pytest.approx({name: values[name] for name in names}, rel=1e-4), case
+        found = results[case]["eval"]
+        _, values = expected(case, results[case]["samples"])
+        names = values.keys() - ({"kto_loss", "kl"} if "kto" in case else {})  # another order
+        own = {name: found[f"eval/{name}"] for name in names}
+        assert own == pytest.approx({name: values[name] for name in names}, rel=1e-4)
 
 
 @pytest.mark.slow
