@@ -15,6 +15,7 @@ import pytest
 
 from openrlhf.cli.main import COMMANDS
 from openrlhf.config.cli import WITHOUT_EFFECT, Reading, parse_config
+from openrlhf.config.methods import METHODS
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.utils.user_code import split_name
 from tests.helpers.configs import CONFIGS
@@ -154,6 +155,23 @@ def test_the_readme_lists_the_commands() -> None:
     for name, (module, _) in COMMANDS.items():
         assert f"`openrlhf {name}`" in README
         assert f"`python -m openrlhf.cli.{module}`" in README
+        assert find_spec(f"openrlhf.cli.{module}"), "or torchrun -m finds nothing"
+
+
+@pytest.mark.parametrize(
+    ("page", "cell"),
+    [
+        ("training", r"\[`openrlhf {}`\]\(methods/{}\.md\)"),
+        ("training", r".*`{}`.* \| `\w+` \|"),  # and the metrics of its best model
+        ("configuration", r".*`{}`.* \| `deepspeed --module"),
+        ("python-api", r".*`{}`.* \| .* \| .*Trainer`"),
+        ("reference/python", r".*(?:\.|`){}`.* \| `Supervised`"),
+    ],
+)
+def test_every_method_is_in_the_tables_of_commands(page: str, cell: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    for name in METHODS:
+        assert re.search(rf"^\| {cell.replace('{}', name)}", text, re.MULTILINE), name
 
 
 def test_settings_of_trl_are_settings_that_it_has() -> None:

@@ -18,6 +18,7 @@ from openrlhf.cli.runner import Command
 from openrlhf.config.base import walk
 from openrlhf.config.cli import parse_config
 from openrlhf.config.help import help_text
+from openrlhf.config.methods import METHODS
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
@@ -27,8 +28,10 @@ from tests.helpers.processes import OF_CALLER
 
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
-COMMANDS = ["sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local"]
-COMMANDS += [
+COMMANDS = [
+    *METHODS,
+    "ppo",
+    "ppo-local",
     "replay",
     "eval",
     "check",
@@ -38,8 +41,8 @@ COMMANDS += [
     "serve-rm",
     "merge-lora",
     "push",
+    "chat",
 ]
-COMMANDS += ["chat"]
 
 
 def run(*argv, env=None):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli.main import COMMANDS
+from openrlhf.config.methods import METHODS
 from openrlhf.utils.tracker import read_metrics
 from tests.helpers.documents import blocks, commands, named
 from tests.source import ROOT
@@ -110,7 +111,7 @@ def flags(name: str, folder: Path) -> list[str]:
 
 
 # The others read what sft, rm and ppo-local write.
-TRAINING = ("sft", "rm", "ppo-local", "dpo", "kto", "prm", "kd", "ppo", "eval")
+TRAINING = dict.fromkeys(("sft", "rm", "ppo-local", *METHODS, "ppo", "eval"))
 
 
 def test_every_command_of_the_readme_is_here():

@@ -16,8 +16,8 @@ WORDS = {
     "kd": f"{TEXT} --teacher_model {{other}}",
 }
 COMMANDS: dict[str, tuple[Any, Any, str]] = {
-    name: (METHODS[name].config_class, resolve_name(METHODS[name].recipe), words)
-    for name, words in WORDS.items()
+    name: (method.config_class, resolve_name(method.recipe), WORDS[name])
+    for name, method in METHODS.items()
 }
 
 
