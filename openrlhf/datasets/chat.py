@@ -342,7 +342,8 @@ class Dialogue:
         if is_last:
             told += "writes a prompt otherwise than the beginning of a whole dialogue"
         else:
-            told, remedy = f"{told}rewrites earlier turns", f"{remedy}, or leave --multiturn out"
+            told += "rewrites earlier turns"
+            remedy += ", or leave out --multiturn and all answers of a response but one"
         raise ConfigError(f"{told}, so the assistant's tokens cannot be told apart. {remedy}.")
 
 

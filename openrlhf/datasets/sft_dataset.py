@@ -36,7 +36,8 @@ from openrlhf.datasets.tokenized import (
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.images import Picture
 
-LIKELY_ANSWERS = ("output", "response", "completion", "answer")  # columns that a remedy names
+COMPLETION = "completion"  # column of a response, which may be of several turns
+LIKELY_ANSWERS = ("output", "response", COMPLETION, "answer")  # columns that a remedy names
 Columns = tuple[str, str | None]  # prompt, answer; None: the prompt's column holds the answer too
 
 
@@ -80,7 +81,7 @@ class SFTDataset(TokenizedDataset):
         output = [(form.output_key, (), "--output_key")] if form.output_key is not None else []
         prompt, *_ = pick_columns(found, (form.input_key, usual, "--input_key"), *output)
         for name in [prompt] if is_named else [name for name in usual if name in found]:
-            answers = [form.usual_output, "completion" if name == "prompt" else None]
+            answers = [form.usual_output, COMPLETION if name == "prompt" else None]
             answer = form.output_key or next((a for a in answers if a in found), None)
             has_own = (is_named or name != "prompt") and holds_dialogues(rows, name)
             if answer is not None or has_own or _is_whole_text(form, (name, None), rows):
@@ -130,12 +131,15 @@ class SFTDataset(TokenizedDataset):
         if not form.apply_chat_template or (answer and self._is_rendered(row, column)):
             return self._answered(row, column, answer or column, is_cut=is_cut)
         messages = self._messages(row, column)
+        num_asked = len(messages)
         if answer is not None:
             row = {**row, answer: self._response(row, answer)}
             messages += self._messages(row, answer, text_role="assistant", begins=False)
         if not any(message["role"] == "assistant" for message in messages):
             raise LeftOutError("no assistant turn")
         first = 0 if form.multiturn else len(messages) - 1
+        if answer == COMPLETION and not isinstance(row[answer], str):
+            first = num_asked  # such a completion is learnt whole, as its format means it
         told = self._told(row)
         return render_dialogue(self._encoder, messages, first=first, is_cut=is_cut, **told)
 

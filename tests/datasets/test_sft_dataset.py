@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import DEFAULT_TEMPLATE, RowFormat
+from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.helpers.rows import PLAIN_TEMPLATE, message
@@ -59,6 +60,18 @@ def test_multiturn_learns_every_assistant_turn(tokenizer, template):
     unasked = examples(tokenizer, rows, multiturn=True)
     assert shown(tokenizer, unasked) == (whole, "b<|end|>d<|end|>")
     assert unasked.notices == ["'conversations' read as messages, with the chat template"]
+
+
+@pytest.mark.parametrize("multiturn", [False, True])
+def test_all_answers_of_a_completion_are_learnt_and_none_of_its_prompt(tokenizer, multiturn):
+    prompt = [message("user", "a"), message("assistant", "b"), message("user", "c")]
+    completion = [message("assistant", "d"), message("user", "e"), message("assistant", "f")]
+    row = {"prompt": prompt, "completion": completion, "label": 1}
+    options = {"multiturn": multiturn}
+    assert shown(tokenizer, examples(tokenizer, [row], **options))[1] == "d<|end|>f<|end|>"
+    rows = Dataset.from_list([row])
+    labelled = UnpairedPreferenceDataset(rows, tokenizer, RowFormat(**options))
+    assert shown(tokenizer, labelled)[1] == "d<|end|>f<|end|>"
 
 
 def test_a_template_without_an_end_marker_gets_the_eos(tokenizer):
