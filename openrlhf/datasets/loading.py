@@ -8,6 +8,7 @@ no column but `id`: what else a row must hold is the business of the data set cl
 
 import csv
 import errno
+import glob
 import gzip
 import hashlib
 import json
@@ -261,13 +262,17 @@ def _check_hash(name: str, path: Path | None, expected: str) -> None:
             f"--expect_sha256 is of a file, and data set {name} is none. Leave it out, or name the "
             "file."
         )
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
+    if (found := _sha256(path)) != expected:
         raise DataError(
             f"{path} has the SHA-256 {found}, not {expected}. Fetch the file again, or "
             "correct --expect_sha256."
         )
+
+
+def _sha256(path: Path) -> str:
+    """Return the hash of a file, which is read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _local_path(name: str) -> Path | None:
@@ -314,8 +319,9 @@ def _files_by_split(folder: Path) -> dict[str, list[Path]]:
     """Return data files by the split that their name or folder says, as the library finds them; all
     are `train` where none says one.
     """
+    base = glob.escape(str(folder))
     try:
-        found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+        found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
     except (EmptyDatasetError, FileNotFoundError):
         found = {}
     files = {
@@ -403,8 +409,11 @@ def _file_trouble(path: Path, error: BaseException) -> DataError:
 def _load_file(path: Path) -> Dataset:
     if path.suffix not in _BUILDERS:
         return _load_records(path)
+    # The library caches rows under path and time, which another file may have. The hash of 10 GB
+    # takes seconds, their conversion minutes.
+    named = {"name": _sha256(path), "data_files": glob.escape(str(path)), "split": "train"}
     try:
-        return datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
+        return datasets.load_dataset(_BUILDERS[path.suffix], **named)
     except _DAMAGED as error:
         if "corresponds to no data" in str(error):
             return Dataset.from_dict({})
@@ -474,7 +483,9 @@ def _load_records(path: Path) -> Dataset:
         return Dataset.from_dict({})
     # One object of several columns would give the table, as it is cached, another fingerprint.
     features = Features({n: Value("string") if is_csv else ExactJson() for n in columns})
-    version = {"path": path, "written_ns": path.stat().st_mtime_ns}  # decides where it is cached
+    # They decide where it is cached: bytes, for size and time of a file survive `cp -p` and
+    # archives, and this code. The file was read whole above, which takes longer than its hash.
+    version = {"path": path, "sha256": _sha256(path), "code": _sha256(Path(__file__))}
     rows = Dataset.from_generator(_exact_rows, features=features, gen_kwargs=version)
     _describe(rows, (str(path), num_rows, None, damaged))
     return rows
@@ -491,7 +502,7 @@ def _refuse_other_kinds(path: Path) -> None:
         )
 
 
-def _exact_rows(path: Path, written_ns: int) -> Iterator[dict[str, Any]]:
+def _exact_rows(path: Path, sha256: str, code: str) -> Iterator[dict[str, Any]]:
     for record in _records(path, {}):
         yield {} if record.problem else record.row
 

@@ -634,12 +634,13 @@ class TokenizedDataset(ABC):
         return [*(value for value in found if value is not None), *left]
 
     def _picture_files(self) -> Iterator[tuple[object, ...]]:
-        """Yield size and time of each file of pictures: tokens of another are none of this."""
+        """Yield size and time of each file of pictures, that of its last change, which nobody can
+        set: tokens of another are none of this."""
         for row_id, row in enumerate(self._rows if self._reads_images else ()):
             with suppress(RowError):  # is told where the row is tokenised
                 for value in self._picture_values(self.read(row)):
                     if (path := file_of(value, row_folder(self._rows, row_id))) is not None:
-                        yield str(path), path.stat().st_size, path.stat().st_mtime_ns
+                        yield str(path), path.stat().st_size, path.stat().st_ctime_ns
 
     def _pictures(self, row: Row, row_id: int) -> tuple[Picture, ...]:
         """Return the pictures of a row that was read; raise RowError for one that is unreadable,

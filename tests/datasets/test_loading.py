@@ -43,6 +43,25 @@ def test_every_file_type_gives_the_same_rows(tmp_path, name, content):
     assert list(load_rows(str(tmp_path / name))) == ROWS
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+def test_a_file_in_the_place_of_another_of_the_same_size_and_time_is_read(tmp_path, name):
+    path = tmp_path / name
+    for text in ("a", "b"):
+        rows = datasets.Dataset.from_list([{"input": text}])
+        {"jsonl": rows.to_json, "csv": rows.to_csv, "parquet": rows.to_parquet}[name[5:]](path)
+        os.utime(path, (1e9, 1e9))
+        assert list(load_rows(str(path))) == [{"input": text}]
+
+
+def test_names_with_signs_of_a_pattern_are_those_of_the_file_itself(tmp_path):
+    for folder, file in (("a[1]", "x*.parquet"), ("a1", "xy.parquet"), ("a[1]", "xy.parquet")):
+        rows = datasets.Dataset.from_list([{"input": f"{folder}/{file}"}])
+        rows.to_parquet(tmp_path / folder / file)
+    assert list(load_rows(f"{tmp_path}/a[1]/x*.parquet")) == [{"input": "a[1]/x*.parquet"}]
+    read = [row["input"] for row in load_rows(f"{tmp_path}/a[1]")]
+    assert read == ["a[1]/x*.parquet", "a[1]/xy.parquet"]
+
+
 def test_a_saved_data_set_is_read_by_split(tmp_path):
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(tmp_path / "both")
