@@ -100,7 +100,7 @@ def check_supervised(
         plan = Plan(config, models, gathered, has_gpus=has_gpus)
         if inputs is not None:
             train_supervised.say_inputs(recipe, config, inputs)
-            _check_saved(config, inputs.samples, gathered)
+            _check_saved(config, inputs.data, gathered)
             if (shape := plan.shapes.get(TRAINED)) is not None:
                 sections = train_supervised.banner_sections(
                     config,
@@ -199,7 +199,7 @@ def _check_rl(
 
 def _say_training(plan: "Plan", inputs: RunInputs, view: ClusterView | None) -> None:
     """Say what would be trained and where; note what forbids to go on from a checkpoint."""
-    _check_saved(plan.config, inputs.prompts, plan.gathered)
+    _check_saved(plan.config, inputs.data, plan.gathered)
     policy = plan.shapes.get("actor")
     if policy is not None and plan.demands:
         cluster = Cluster(plan.demands, view, policy.dtype, {}, ())
@@ -240,9 +240,8 @@ def gathering(config: RunConfig, known_problems: Sequence[str]) -> Iterator[Gath
         raise error.in_user_code("\n".join(dict.fromkeys(gathered.user_tracebacks)))
 
 
-def _check_saved(config: TrainingRunConfig, samples: Any, gathered: Gathered) -> None:
+def _check_saved(config: TrainingRunConfig, data: DataIdentity, gathered: Gathered) -> None:
     """Note what forbids to go on from the checkpoint that is there."""
-    data = DataIdentity(samples.fingerprint, len(samples))
     with gathered:
         RunCheckpoints(config.ckpt, data).find_saved(config)
 

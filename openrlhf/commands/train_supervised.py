@@ -20,7 +20,6 @@ from openrlhf.datasets.command_data import supervised_data
 from openrlhf.datasets.tokenized import news, repeats, write_bad_rows
 from openrlhf.distributed.checkpoints import (
     RUN,
-    DataIdentity,
     RunCheckpoints,
     export_final,
     exporting_anyway,
@@ -90,8 +89,7 @@ def _run(
     if strategy.is_main:
         say_inputs(recipe, config, inputs)
     strategy.setup()
-    data = DataIdentity(inputs.samples.fingerprint, len(inputs.samples))
-    checkpoints = open_checkpoints(config.ckpt, data, config)
+    checkpoints = open_checkpoints(config.ckpt, inputs.data, config)
     is_at_end = (checkpoints.resume_step or 0) >= num_updates(config, len(inputs.samples))
     if checkpoints.is_done(run_dir, is_at_end=is_at_end):
         shut_down()

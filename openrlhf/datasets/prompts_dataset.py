@@ -4,10 +4,14 @@ A literal example: {"input": "2+2=", "answer": "4"} with label_key "answer" beco
 PromptRecord(row_id=0, prompt_text="2+2=", prompt_token_ids=(20, 13, 20, 31), label="4", ...).
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -115,9 +119,16 @@ class PromptDataset(TokenizedDataset):
             around = None
         text = self._prompt_text(row, column)
         text = text if around is None else wrap_input(text, around)
-        # The fingerprint depends on the label.
-        extra = {"text": self._encoder.reveal(text), "label": label}
+        # The fingerprint depends on the label, and on all that reward functions may read.
+        extra = {"text": self._encoder.reveal(text), "label": label, "others": self._hash(row)}
         return [self._encode(Rendered(text))], extra
+
+    def _hash(self, row: Row) -> str:
+        """Return a hash of the columns besides the prompt and its images."""
+        beside = {self._input_key, *self._image_keys}
+        others = {name: value for name, value in row.items() if name not in beside}
+        text = json.dumps(others, sort_keys=True, default=_steady_text)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _holds_messages(self, row: Row) -> bool:
         if not self._format.apply_chat_template or self._is_rendered(row, self._input_key):
@@ -142,6 +153,14 @@ class PromptDataset(TokenizedDataset):
 
     def _check_useful(self, tokens: list[Tokens]) -> None:
         """Accept every prompt: none has a target."""
+
+
+def _steady_text(value: object) -> str:
+    """Return a text of what JSON cannot hold that is the same in every process: none has the
+    address of an object.
+    """
+    is_plain = isinstance(value, (date, time, timedelta, Decimal, bytes))
+    return str(value) if is_plain else type(value).__name__
 
 
 class StudentPrompts(PromptDataset):

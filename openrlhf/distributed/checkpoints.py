@@ -334,8 +334,8 @@ class RunCheckpoints:
         if (found := saved.state["data"]) != asdict(self.data):
             raise DataError(
                 f"The data changed since {saved.path} was written: {found['num_samples']} samples "
-                f"then, {self.data.num_samples} now, and not the same tokens or labels. Bring the "
-                "old data (and template) back, or leave --load_checkpoint out."
+                f"then, {self.data.num_samples} now, and not the same tokens or columns. Bring "
+                "the old data (and template) back, or leave --load_checkpoint out."
             )
         if is_main():
             place = saved.state[RUN].get("place", f"step {saved.step}")

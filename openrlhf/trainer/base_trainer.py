@@ -21,6 +21,7 @@ from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches, to
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.sampler import epoch_order
 from openrlhf.datasets.tokenized import TokenizedDataset
+from openrlhf.distributed.checkpoints import DataIdentity
 from openrlhf.distributed.collectives import all_gather_object, on_main
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -89,6 +90,11 @@ class Inputs:
     samples: SampleSet[Any]
     eval_samples: SampleSet[Any] | None = None
     image_processor: ImageProcessor | None = None  # of a model that reads pictures
+
+    @property
+    def data(self) -> DataIdentity:
+        """Return the data that a run resumes on only."""
+        return DataIdentity(self.samples.fingerprint, len(self.samples))
 
 
 def num_updates(config: SupervisedConfig, num_samples: int) -> int:

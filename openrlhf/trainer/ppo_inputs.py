@@ -6,6 +6,7 @@ from pathlib import Path
 
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.distributed.checkpoints import DataIdentity
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.rewards.base import RewardSource
 from openrlhf.utils.console import notice
@@ -34,6 +35,12 @@ class RunInputs:
     reward_source: RewardSource | None = None  # functions or servers; None: local models, agents
     updates: Sequence[int] = (0,)  # optimizer steps of every rollout batch
     pass_rate: str | None = None  # by which evaluations are compared; None: there are none
+
+    @property
+    def data(self) -> DataIdentity:
+        """Return the data that a run resumes on only: prompts, with the text that is mixed in."""
+        data_sets = [data for data in (self.prompts, self.texts) if data is not None]
+        return DataIdentity(" ".join(data.fingerprint for data in data_sets), len(self.prompts))
 
 
 def say_dropped(failed: Mapping[int, str], prompts: PromptDataset) -> None:

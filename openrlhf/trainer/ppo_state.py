@@ -16,7 +16,6 @@ from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import (
     RUN,
-    DataIdentity,
     RunCheckpoints,
     Saved,
     open_checkpoints,
@@ -54,10 +53,9 @@ def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
 
     Raises ConfigError or DataError where settings or prompts forbid to go on.
     """
-    data = DataIdentity(inputs.prompts.fingerprint, len(inputs.prompts))
     # Workers elsewhere may have another working directory.
     ckpt = config.ckpt.model_copy(update={"path": os.path.abspath(config.ckpt.path)})
-    return open_checkpoints(ckpt, data, config)
+    return open_checkpoints(ckpt, inputs.data, config)
 
 
 def is_at_end(checkpoints: RunCheckpoints, config: PPOConfig) -> bool:

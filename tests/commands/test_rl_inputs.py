@@ -50,6 +50,23 @@ def test_lengths_do_not_hide_a_column_that_is_not_there(tmp_path: Path) -> None:
     assert reward.startswith("r.py is not a Python file that exists")
 
 
+def test_the_text_that_is_mixed_in_is_part_of_the_data_that_a_run_resumes_on(
+    tmp_path: Path,
+) -> None:
+    model = make_model(tmp_path / "model")
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q"}])
+    words = f"--pretrain {model} --prompt_data {data} --ptx_coef 0.1 --save_path {tmp_path / 'run'}"
+    words += f" --remote_rm_url http://localhost:1 --pretrain_data {tmp_path / 'texts.jsonl'}"
+    found = []
+    for text in ("a", "b"):
+        write_jsonl(tmp_path / "texts.jsonl", [{"text": text}])
+        inputs = prepare_inputs(parse_config(PPOConfig, words.split()).config, has_engines=False)
+        inputs.reward_source.close()
+        found.append(inputs.data)
+    assert found[0].num_samples == found[1].num_samples == 1
+    assert found[0] != found[1]
+
+
 def test_what_ends_a_response_reaches_the_sampling_of_training_and_evaluation(
     tmp_path: Path,
 ) -> None:

@@ -1,5 +1,7 @@
 """Prompts: one BOS, nothing cut in silence, every bad row named."""
 
+from datetime import date
+
 import pytest
 from datasets import Dataset
 
@@ -171,6 +173,12 @@ def test_the_fingerprint_changes_with_the_data(tokenizer):
         prompts(tokenizer, [{"input": "a", "label": label}], label_key="label") for label in "11 2"
     ]
     assert labelled[0].fingerprint == labelled[1].fingerprint != labelled[3].fingerprint
+
+
+def test_the_fingerprint_changes_with_what_reward_functions_may_read(tokenizer):
+    rows = [{"input": "2+2", "answer": answer, "day": date(2026, 1, 1)} for answer in "445"]
+    one, same, other = (prompts(tokenizer, [row]).fingerprint for row in rows)
+    assert one == same != other
 
 
 def test_a_template_that_does_not_parse_is_one_problem_that_names_its_flag(tokenizer):
