@@ -5,7 +5,8 @@ in time, or holds many connections, is hung up on. Whatever is refused is a JSON
 field, request_id}; nothing that was sent is logged.
 
 A text is tokenised as it is: special tokens spelled in it are special tokens, since it went through
-a chat template where it was made; nothing is put at its end. The score is read at its last token.
+a chat template where it was made; nothing is put at its end. Its prompt, where it is sent, and the
+rest are encoded apart, as in training. The score is read at the last token.
 """
 
 import asyncio
@@ -71,7 +72,7 @@ class RewardRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     query: list[str]  # B
-    prompts: list[str] | None = None
+    prompts: list[str] | None = None  # B, with which texts begin
     labels: list[Any] | None = None
     is_truncated: list[Any] | None = None
     ids: list[Id | None] | None = None  # B, given back as they came
@@ -116,7 +117,7 @@ class ServedModel:
             reward_mean_and_std(model_config)
         self.max_len = min(config.data.max_len, num_positions(model_config) or config.data.max_len)
         self.tokenizer = load_tokenizer(path, trust_remote_code=trust)
-        self._encoder = TextEncoder(self.tokenizer)
+        self._encoder = TextEncoder(self.tokenizer, allow_special_tokens=True)
 
     def load(self) -> None:
         """Put the weights on this machine's device, and say what was loaded."""
@@ -134,16 +135,13 @@ class ServedModel:
             f"{weights.device}, texts up to {self.max_len} tokens, hash {self.hash}"
         )
 
-    def tokenize(self, texts: Sequence[str]) -> tuple[list[Row], list[bool]]:
-        """Return the token ids of texts, and which of them were cut; refuse a text without tokens,
-        and one that is too long unless it may be cut.
+    def tokenize(
+        self, texts: Sequence[str], prompts: Sequence[str]
+    ) -> tuple[list[Row], list[bool]]:
+        """Return the token ids of texts that begin with these prompts, and which of them were cut;
+        refuse a text without tokens, and one that is too long unless it may be cut.
         """
-        if not texts:
-            return [], []
-        encoded: Any = self.tokenizer(
-            list(texts), add_special_tokens=False, split_special_tokens=False, verbose=False
-        )
-        rows: list[Row] = [self._encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
+        rows = [self._ids(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
         policy, limit = self.config.data.overlong_texts, self.max_len
         for index, ids in enumerate(rows):
             if not ids:
@@ -154,8 +152,15 @@ class ServedModel:
                     "text, or start the server with --overlong_texts truncate_left"
                 )
                 raise refused(422, problem, f"query[{index}]")
-        kept = slice(-limit, None) if policy == "truncate_left" else slice(limit)
-        return [ids[kept] for ids in rows], [len(ids) > limit for ids in rows]
+        cut = self._encoder.last_ids if policy == "truncate_left" else _first_ids
+        return [cut(ids, limit) for ids in rows], [len(ids) > limit for ids in rows]
+
+    def _ids(self, text: str, prompt: str) -> list[int]:
+        """Return the token ids of a text: of one that begins with its prompt, both parts'."""
+        start = len(prompt) if text.startswith(prompt) else 0
+        parts = [self._encoder.plain(part) for part in (text[:start], text[start:])]
+        prompt_ids, rest_ids = self._encoder.encode_segments(parts)
+        return self._encoder.with_leading_ids([*prompt_ids, *rest_ids])
 
     def score(self, rows: Sequence[Row]) -> list[float]:
         """Return the scores of rows, in one forward pass."""
@@ -169,6 +174,10 @@ class ServedModel:
             torch.cuda.empty_cache()  # half of the rows may fit, in memory that is not in pieces
             raise
         return scores
+
+
+def _first_ids(ids: list[int], limit: int) -> list[int]:
+    return ids[:limit]
 
 
 class Batcher:
@@ -292,9 +301,9 @@ class RewardService:
             served = ", ".join(batcher.model.name for batcher in self.batchers)
             raise refused(404, f"not served here; served: {served}", "model")
         loop, models = asyncio.get_running_loop(), [batcher.model for batcher in chosen]
+        asked = request.query, request.prompts or [""] * len(request.query)
         texts = [
-            await loop.run_in_executor(self._tokenizing, model.tokenize, request.query)
-            for model in models
+            await loop.run_in_executor(self._tokenizing, model.tokenize, *asked) for model in models
         ]
         scores = await asyncio.gather(
             *(batcher.score(rows) for batcher, (rows, _) in zip(chosen, texts, strict=True))

@@ -145,9 +145,8 @@ class PromptDataset(TokenizedDataset):
 
     def _cut(self, tokens: list[Tokens], extra: Any, limit: int) -> Tokenised:
         """Return the last tokens of a prompt, behind the BOS it began with."""
-        [(ids, _)], num_leading = tokens, len(self._encoder.leading_ids)
-        room = max(limit - num_leading, 1)
-        ids = [*ids[:num_leading], *ids[num_leading:][-room:]]
+        [(ids, _)] = tokens
+        ids = self._encoder.last_ids(ids, limit)
         text = self._encoder.tokenizer.decode(ids, skip_special_tokens=False)
         return [Tokens(ids, [False] * len(ids))], {**extra, "text": text}
 

@@ -455,6 +455,14 @@ class TextEncoder:
             return token_ids
         return [*self.leading_ids, *token_ids]
 
+    def last_ids(self, token_ids: list[int], limit: int) -> list[int]:
+        """Return the last ids of a text, behind the tokenizer's own beginning, which stays."""
+        num_leading = len(self.leading_ids)
+        if len(token_ids) <= limit:
+            return token_ids
+        room = max(limit - num_leading, 1)
+        return [*token_ids[:num_leading], *token_ids[num_leading:][-room:]]
+
     def encode_segments(self, segments: Sequence[str]) -> list[list[int]]:
         """Return the ids of every segment of a rendered text; they are encoded apart, so a boundary
         is never merged over.

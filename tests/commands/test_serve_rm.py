@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,16 +21,21 @@ from pathlib import Path
 import httpx
 import pytest
 import transformers
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.commands import serve_rm
-from openrlhf.commands.serve_rm import read_token
+from openrlhf.commands.serve_rm import read_models, read_token
 from openrlhf.config.serving import ServeRewardConfig
+from openrlhf.datasets.reward_dataset import PreferenceDataset
+from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_sequence_model
+from openrlhf.utils.tokenizer import load_tokenizer
 from tests.commands.served import JSON, serving, unharmed
 from tests.helpers.processes import wait_until
+from tests.helpers.tokenizers import BOS, bos_tokenizer
 from tests.models.helpers import scores_of
 from tests.source import ROOT
 from tests.tiny import Payload, make_reward_model
@@ -142,12 +148,42 @@ def test_a_cut_text_is_marked_and_scored_as_cut(reward_dir):
         assert answer["extra_logs"]["truncated"] == [0.0, 0.0, 1.0]
 
 
+def reader(path, **data):
+    """A served model that reads texts; it has no weights yet."""
+    [model] = read_models(ServeRewardConfig(reward={"model_name_or_path": str(path)}, data=data))
+    return model
+
+
+def test_a_prompt_that_is_sent_is_encoded_apart_as_in_training(reward_dir, tmp_path):
+    path = shutil.copytree(reward_dir, tmp_path / "judge")
+    bos_tokenizer(adds_bos=True, merged=(("a", "b"),)).save_pretrained(path)
+    pair = {"prompt": "xa", "chosen": "bz", "rejected": "c"}
+    data = PreferenceDataset(Dataset.from_list([pair]), load_tokenizer(str(path)), RowFormat())
+    [(trained, _), _] = data.sequences(0)
+    model, text = reader(path), "xabz</s>"
+    for prompt, num_tokens in (("xa", 6), ("", 5), ("another prompt", 5)):
+        [ids], _ = model.tokenize([text], [prompt])
+        assert (ids == trained.tolist(), len(ids)) == (num_tokens == 6, num_tokens)
+    cutting = reader(path, max_len=3, overlong_texts="truncate_left")
+    assert cutting.tokenize([text], ["xa"]) == ([[BOS, *trained.tolist()[-2:]]], [True])
+
+
+def test_prompts_of_a_request_belong_to_its_texts(served, monkeypatch):
+    asked, model = [], served.service.batchers[0].model
+    tokenize = model.tokenize
+    monkeypatch.setattr(model, "tokenize", lambda *texts: asked.append(texts) or tokenize(*texts))
+    for prompts in ({"prompts": ["a", "c"]}, {}):
+        assert served.ask({"query": ["ab", "cd"], **prompts}).status_code == 200
+    assert asked == [(["ab", "cd"], ["a", "c"]), (["ab", "cd"], ["", ""])]
+
+
 def test_the_trainers_client_takes_the_answers(served, reward_dir):
     from openrlhf.rewards.base import RewardBatch
     from openrlhf.rewards.remote import RemoteReward
 
-    prompts = [text[:1] for text in TEXTS]
-    batch = RewardBatch(TEXTS, prompts, [text[1:] for text in TEXTS], labels=[None] * len(TEXTS))
+    prompts = ["h", "a longer", "<|user|>2+2<|end|><|assistant|>", "é", " "]
+    answers = [text.removeprefix(prompt) for text, prompt in zip(TEXTS, prompts, strict=True)]
+    batch = RewardBatch(TEXTS, prompts, answers, labels=[None] * len(TEXTS))
     source = RemoteReward(f"{served.url}/get_reward")
     found = source.submit(batch).result().rewards
     source.close()
