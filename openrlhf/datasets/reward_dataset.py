@@ -162,9 +162,12 @@ class PreferenceDataset(TokenizedDataset):
         ]
         if not form.apply_chat_template or (prompt and self._is_rendered(row, prompt)):
             return [self._answered(row, prompt, name, is_cut=is_cut) for name, is_cut in sides]
-        dialogues = [self._dialogue(row, name) for name, _ in sides]
-        if _prompt_of(dialogues[0]) != _prompt_of(dialogues[1]):
+        chosen, rejected = (self._dialogue(row, name) for name, _ in sides)
+        asked = _prompt_of(chosen)
+        if asked != _prompt_of(rejected):
             raise LeftOutError("chosen and rejected have different prompts")
+        # They may differ in blanks at their ends: both responses are to the same one.
+        dialogues = [chosen, chosen[: len(asked)] + rejected[len(asked) :]]
         first = _num_shared(*(dialogue[:-1] for dialogue in dialogues))
         return [
             render_dialogue(self._encoder, messages, first=first, is_cut=is_cut, **self._told(row))

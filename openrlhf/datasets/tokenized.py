@@ -176,7 +176,8 @@ class TokenizedDataset(ABC):
         self._columns = self.find_columns(row_format, rows)
         self._nested = columns_of(rows, row_format)[len(rows.column_names) :]
         # Alpaca's question stands in two columns.
-        is_joined = row_format.input_key is None and "input" in rows.column_names
+        is_named = (row_format.input_key or row_format.prompt_key) is not None
+        is_joined = not is_named and "input" in rows.column_names
         self._joined = "input" if is_joined and self._columns[0] == "instruction" else None
         self._settle()
         self._table = self._tokenised()
@@ -592,7 +593,7 @@ class TokenizedDataset(ABC):
         backend = getattr(tokenizer, "backend_tokenizer", None)
         parts = [
             self._rows._fingerprint,
-            f"{type(self).__qualname__} {form!r} {self._encoder.end_ids}",
+            f"{type(self).__qualname__} {form!r} {self._joined} {self._encoder.end_ids}",
             f"{type(tokenizer).__name__} {tokenizer.init_kwargs} {tokenizer.special_tokens_map}",
             tokenizer.chat_template,
             sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str(),

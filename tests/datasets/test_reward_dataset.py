@@ -166,6 +166,24 @@ def test_pairs_with_different_prompts_are_left_out_and_counted(tokenizer):
     assert told in dataset.notices
 
 
+def test_both_responses_follow_one_prompt_where_theirs_differ_in_blanks(tokenizer):
+    earlier = [user("o"), assistant("p"), user("q")]
+    row = {
+        "chosen": [*earlier, assistant("ab")],
+        "rejected": [user(" o\n"), *earlier[1:], assistant("ac")],
+    }
+    start = "<|user|>o<|end|><|assistant|>p<|end|>"
+    expected = [(start + text, learnt) for text, learnt in CHAT_SIDES]
+    assert shown(tokenizer, pairs(tokenizer, [row])) == expected
+
+
+def test_a_prompt_column_that_is_named_is_the_whole_prompt(tokenizer):
+    rows = [{"instruction": "i", "input": "x", "chosen": "a", "rejected": "b"}]
+    for options, prompt in (({}, "i\nx"), ({"prompt_key": "instruction"}, "i")):
+        [chosen, _] = shown(tokenizer, pairs(tokenizer, rows, **options))
+        assert chosen == (f"{prompt}a<|end|>", "a<|end|>")
+
+
 def test_over_long_pairs_follow_the_policy(tokenizer):
     sides = [("a", "b"), ("aaa", "b"), ("b", "aab"), ("aab", "aac")]
     rows = [{"prompt": "q", "chosen": one, "rejected": two} for one, two in sides]
