@@ -166,6 +166,19 @@ def frame_of(encoder: TextEncoder) -> tuple[str, str, str]:
     return start, middle, rendered.text[:stop].rpartition("ANSWER")[2]
 
 
+def ends_each_turn(encoder: TextEncoder) -> bool:
+    """Return False if an earlier turn of the assistant has no token at which inference stops."""
+    question: Message = {"role": "user", "content": "QUESTION"}
+    answer: Message = {"role": "assistant", "content": "ANSWER"}
+    try:
+        rendered = render_dialogue(encoder, [question, answer, question, answer])
+    except (RowError, ConfigError):  # rows say what is refused
+        return True
+    (start, end), *others = rendered.spans
+    [ids] = encoder.encode_segments([rendered.text[start:end]])
+    return not others or ids[-1] in encoder.end_ids
+
+
 def wrap_input(value: Any, template: str) -> Any:
     """Put the template's text around a prompt: around its text or its last user message."""
     if isinstance(value, str):

@@ -12,10 +12,12 @@ from typing import Any
 from datasets import Dataset
 from torch import Tensor
 
+from openrlhf.config.base import Caution
 from openrlhf.datasets.chat import (
     RENDERED,
     LeftOutError,
     Rendered,
+    ends_each_turn,
     fill_template,
     plain_text,
     render_dialogue,
@@ -107,6 +109,10 @@ class SFTDataset(TokenizedDataset):
             raise ConfigError(
                 "--multiturn finds turns in a chat template. Add --apply_chat_template."
             )
+        if form.multiturn and not ends_each_turn(self._encoder):
+            told = "the chat template writes no end token behind earlier turns, so only the last "
+            told += "turn of a row teaches to stop. Give one that ends each turn with "
+            self.notices.append(Caution(f"--multiturn: {told}--tokenizer_chat_template"))
         self._format = replace(form, apply_chat_template=is_chat, pretrain_mode=is_text)
         how = "text, of which every token is learnt" if is_text else "text"
         is_plain = not is_text and not is_chat and RENDERED not in rows.column_names

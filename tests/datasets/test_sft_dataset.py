@@ -62,6 +62,28 @@ def test_multiturn_learns_every_assistant_turn(tokenizer, template):
     assert unasked.notices == ["'conversations' read as messages, with the chat template"]
 
 
+BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+BARE += "{% if add_generation_prompt %}assistant: {% endif %}"
+LAST = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
+LAST += "{% generation %}{{ m.content }}{% if loop.last %}{{ eos_token }}{% endif %}"
+LAST += "{% endgeneration %}{% endif %}{% endfor %}"
+LAST += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "is_said"),
+    [(CHAT_TEMPLATE, False), (PLAIN_TEMPLATE, False), (BARE, True), (LAST, True)],
+)
+def test_a_template_that_does_not_end_earlier_turns_is_said(tokenizer, template, is_said):
+    tokenizer.chat_template = template
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    rows = [{"messages": [message(*turn) for turn in turns]}]
+    told = "--multiturn: the chat template writes no end token behind earlier turns"
+    for multiturn in (True, False):
+        notices = examples(tokenizer, rows, multiturn=multiturn).notices
+        assert any(line.startswith(told) for line in notices) == (is_said and multiturn)
+
+
 @pytest.mark.parametrize("multiturn", [False, True])
 def test_all_answers_of_a_completion_are_learnt_and_none_of_its_prompt(tokenizer, multiturn):
     prompt = [message("user", "a"), message("assistant", "b"), message("user", "c")]
@@ -75,10 +97,7 @@ def test_all_answers_of_a_completion_are_learnt_and_none_of_its_prompt(tokenizer
 
 
 def test_a_template_without_an_end_marker_gets_the_eos(tokenizer):
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
+    tokenizer.chat_template = BARE
     rows = [{"input": "hi", "output": "yo"}]
     dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=True)
     assert shown(tokenizer, dataset) == ("user: hi\nassistant: yo\n<|end|>", "yo\n<|end|>")
