@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from openrlhf.cli.main import COMMANDS, command, command_of
+from openrlhf.cli.runner import show
 from openrlhf.config.methods import METHODS
 
 CHECKED = (*METHODS, "ppo", "ppo-local", "eval")
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name in CHECKED:
         replace(command(name), name=f"openrlhf check {name}")(flags, only_checks=True)
     elif word in ("-h", "--help"):
-        print(USAGE)
+        show(USAGE)
     else:
         print(
             f"error: {word} is no command that can be checked. Type one of these:\n{USAGE}",

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-from openrlhf.cli.runner import supervised, version_text
+from openrlhf.cli.runner import show, supervised, version_text
 from openrlhf.config.methods import METHODS
 
 # Sub-command -> module in openrlhf.cli, one line of help.
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if known in COMMANDS:
         command(known)(rest)
     elif name in ("-h", "--help"):
-        print(USAGE)
+        show(USAGE)
     elif name == "--version":
-        print(version_text())
+        show(version_text())
     else:
         near = get_close_matches(name, COMMANDS, n=1, cutoff=MIN_LIKENESS)
         remedy = f"Type openrlhf {near[0]}." if near else f"Type one of these:\n{USAGE}"

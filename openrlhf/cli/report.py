@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from openrlhf.cli.runner import Command
+from openrlhf.cli.runner import Command, show
 from openrlhf.config.serving import ReportConfig
 
 
@@ -14,7 +14,7 @@ def load(config: ReportConfig) -> Callable[[], None]:
     if config.serve:
         from openrlhf.report.server import serve  # noqa: PLC0415 - --help needs no server
 
-        return partial(serve, paths, config.port, say=partial(print, flush=True))
+        return partial(serve, paths, config.port, say=show)
     return partial(write, paths, config.output_path)
 
 
@@ -28,11 +28,11 @@ def write(paths: Sequence[Path], output: str | None) -> None:
     path = Path(output) if output else default
     for run in write_report(paths, path):
         for name, text in results(run).items():
-            print(f"{run.name}: {name} {text}")
+            show(f"{run.name}: {name} {text}")
         for words in run.outcome():
-            print(f"{run.name}: hint: {words}")
-    print(f"report: {path}")
-    print(f"curves: {picture_path(path)}")
+            show(f"{run.name}: hint: {words}")
+    show(f"report: {path}")
+    show(f"curves: {picture_path(path)}")
 
 
 main = Command("openrlhf report", ReportConfig, load)

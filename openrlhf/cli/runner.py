@@ -53,7 +53,7 @@ class Command(Generic[ConfigT]):
             show_help(self, [*topic])
             return
         if "--version" in words:
-            print(version_text())
+            show(version_text())
             return
         from openrlhf.utils import stopping, threads  # noqa: PLC0415 - rich would slow --help
 
@@ -166,13 +166,19 @@ def version_text() -> str:
 
 
 def show_help(command: Command[ConfigT], words: Sequence[str]) -> None:
-    """Print the help about `words`; a reader such as `head` may have enough of it."""
+    """Print the help about `words`."""
     width = shutil.get_terminal_size().columns
     try:
-        print(help_text(command.config_class, command.name, words, width=width), flush=True)
+        show(help_text(command.config_class, command.name, words, width=width))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+
+
+def show(text: str) -> None:
+    """Print a text; a reader such as `head` may have enough of it."""
+    try:
+        print(text, flush=True)
     except BrokenPipeError:  # Python would complain once more when it closes its output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

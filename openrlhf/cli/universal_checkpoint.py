@@ -8,6 +8,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from openrlhf.cli.runner import show
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Verify the latest checkpoint and print how to go on from it."""
@@ -20,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     saved = CheckpointStore(args.ckpt_path).latest()
     if saved is None:
         parser.error(f"there is no checkpoint in {args.ckpt_path}. Type the --ckpt_path of a run.")
-    print(f"{saved.path}: --load_checkpoint --use_ds_universal_ckpt goes on from it")
+    show(f"{saved.path}: --load_checkpoint --use_ds_universal_ckpt goes on from it")
 
 
 if __name__ == "__main__":

@@ -102,6 +102,16 @@ def test_the_version_is_one_line(words, capsys):
     assert capsys.readouterr().out == f"openrlhf {version('openrlhf')}\n"
 
 
+@pytest.mark.parametrize("words", ["--help", "--version", "check --help", "sft --version"])
+def test_a_reader_that_has_enough_ends_a_command_without_a_word(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    start = [sys.executable, "-m", "openrlhf.cli.main", *words.split()]
+    with os.fdopen(writer, "w") as output:
+        done = subprocess.run(start, stdout=output, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_wrong_input_is_lines_and_exit_code_2():
     done = run("-m", "openrlhf.cli.train_sft", "--pretrain", "m", "--daatset", "d", "--lr", "x")
     assert done.returncode == 2
