@@ -244,15 +244,23 @@ class DPOConfig(SupervisedConfig):
         return self.model.loss_type not in REFERENCE_FREE_LOSSES
 
     def problems(self) -> Iterator[str]:
-        """Report a loss that is named twice, and label smoothing that does not fit the loss."""
+        """Report a loss that is named twice, and settings that the loss does not read."""
         yield from super().problems()
-        value, loss_type = self.model.label_smoothing, self.model.loss_type
+        model, ref, loss_type = self.model, self.ref, self.model.loss_type
+        value, is_built_in = model.label_smoothing, ":" not in loss_type
         smoothing, loss = f"--label_smoothing {value}", f"--loss_type {loss_type}"
-        is_own = ":" in loss_type
+        margin, path = model.simpo_gamma, ref.model_name_or_path
+        has_margin, has_none = margin != DPOModelConfig().simpo_gamma, not self.has_reference
+        no_ipo, no_simpo = (is_built_in and loss_type != name for name in ("ipo", "simpo"))
         yield from clashes(
-            ("--ipo", loss, self.model.ipo_enable and loss_type != "ipo"),
-            (smoothing, loss, value > 0 and loss_type not in SMOOTHED_LOSSES and not is_own),
+            ("--ipo", loss, model.ipo_enable and loss_type != "ipo"),
+            (smoothing, loss, value > 0 and is_built_in and loss_type not in SMOOTHED_LOSSES),
             (smoothing, loss, value == 0 and loss_type == "exo_pair"),
+            (f"--ref_pretrain {path}", loss, has_none and path is not None),
+            ("--ref_offload", loss, has_none and ref.offload),
+            ("--precompute_ref_log_probs", loss, has_none and ref.precompute_log_probs),
+            (f"--simpo_gamma {margin}", loss, has_margin and no_simpo),
+            ("--ipo_length_average", loss, model.ipo_length_average and no_ipo),
         )
 
 

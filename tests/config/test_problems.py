@@ -116,6 +116,11 @@ CLASHES = [
     (EvaluateConfig, "--load_in_4bit", "--load_in_4bit with --vllm_num_engines 1"),
     (DPOConfig, "--loss_type exo_pair --label_smoothing 0",
      "--label_smoothing 0.0 with --loss_type exo_pair"),
+    *((DPOConfig, f"--loss_type {loss} {flag}", f"{flag} with --loss_type {loss}")
+      for loss in ("simpo", "orpo", "cpo")
+      for flag in ("--ref_pretrain m", "--ref_offload", "--precompute_ref_log_probs")),
+    (DPOConfig, "--loss_type orpo --simpo_gamma 0.3", "--simpo_gamma 0.3 with --loss_type orpo"),
+    (DPOConfig, "--ipo_length_average", "--ipo_length_average with --loss_type sigmoid"),
     (DPOConfig, "--ipo --label_smoothing 0.1", "--label_smoothing 0.1 with --loss_type ipo"),
     (KDConfig, "--kd_on_policy --kd_max_new_tokens 64 --max_len 64",
      "--kd_max_new_tokens 64 with --max_len 64"),
