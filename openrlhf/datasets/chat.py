@@ -101,7 +101,7 @@ def to_messages(
     of calls as objects. `unread` gets the names of what is left out.
     """
     if isinstance(value, str):
-        return [{"role": text_role, "content": _checked(value)}]
+        return [{"role": text_role, "content": _without_mark(value)}]
     unread = set() if unread is None else unread
     if isinstance(value, Mapping):
         key = next((key for key in ("messages", "conversations") if value.get(key)), None)
@@ -497,7 +497,7 @@ def _to_message(item: object, unread: set[str], *, reads_pictures: bool) -> Mess
 def _content(content: object, role: str, unread: set[str], *, reads_pictures: bool) -> object:
     """Return the text of a message, or the values that a tool returned."""
     if content is None or isinstance(content, str):
-        return _checked(content or "")
+        return _without_mark(content or "")
     parts = content if isinstance(content, (list, tuple)) else []
     texts = [PICTURE if reads_pictures and is_picture(part) else _text_of(part) for part in parts]
     if parts and None not in texts:
@@ -521,14 +521,14 @@ def _text_of(part: object) -> str | None:
     """Return the text of a content part; None for a part of another kind."""
     if isinstance(part, Mapping):
         part = part.get("text") if part.get("type") in _TEXT_PARTS else None
-    return _checked(part) if isinstance(part, str) else None
+    return _without_mark(part) if isinstance(part, str) else None
 
 
-def _checked(text: str) -> str:
-    """Return the text of a message; raise RowError for one with the mark of a picture in it."""
-    if PICTURE in text:
-        raise RowError(f"a text holds U+{ord(PICTURE):X}, which is no character. Take it out")
-    return text
+def _without_mark(text: str) -> str:
+    """Return the text of a message with what Unicode puts in place of noncharacters, such as the
+    mark of a picture.
+    """
+    return text.replace(PICTURE, "\ufffd")
 
 
 def _tool_calls(value: object, unread: set[str]) -> list[Message]:

@@ -67,9 +67,12 @@ class PreferenceDataset(TokenizedDataset):
         [chosen, rejected], margin = self._example(index)
         return PreferencePair(*chosen, *rejected, margin, images=self.images(index))
 
-    @property
-    def _image_columns(self) -> list[str]:
-        return [name for name in super()._image_columns if name != self._format.rejected_key]
+    def _image_columns(self, row: Row) -> list[str]:
+        form = self._format
+        others = {form.rejected_key}
+        if form.prompt_key and self._holds_prompt(row, form.chosen_key):
+            others.add(form.prompt_key)
+        return [name for name in super()._image_columns(row) if name not in others]
 
     def _pictures(self, row: Row, row_id: int) -> tuple[Picture, ...]:
         sides = (self._format.chosen_key, self._format.rejected_key)
@@ -184,12 +187,17 @@ class PreferenceDataset(TokenizedDataset):
         messages = read(name, text_role="assistant", begins=False)
         if is_blank(messages[-1]):
             raise LeftOutError("empty response")
-        if prompt and messages[0]["role"] == "assistant":
+        if prompt and not self._holds_prompt(row, name):
             return read(prompt) + messages
         messages = read(name)
         if prompt and row[prompt] and any(asked not in messages for asked in read(prompt)):
             self._encoder.unread.add(f"'{prompt}' of rows whose answers hold another prompt")
         return messages
+
+    def _holds_prompt(self, row: Row, name: str) -> bool:
+        """Return True for a side that begins with no answer, and so is a whole dialogue."""
+        first, *_ = self._messages(row, name, text_role="assistant", begins=False)
+        return first["role"] != "assistant"
 
     def _check_useful(self, tokens: list[Tokens]) -> None:
         chosen, rejected = tokens

@@ -19,7 +19,7 @@ from openrlhf.utils.tokenizer import TemplateError, Tokenizer, names, render_cha
 Message = dict[str, object]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing; templates read either
-PICTURE = "\ufdd1"  # stands for a picture in the text of a message; texts with it are refused
+PICTURE = "\ufdd1"  # stands for a picture in the text of a message; no text of a row keeps it
 TURN_WEIGHTS = ("weight", "train", "loss_mask")  # 0: the turn is not learnt
 _THOUGHTS = re.compile(r"(</?think>)")
 

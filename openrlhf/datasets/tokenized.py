@@ -621,15 +621,14 @@ class TokenizedDataset(ABC):
         self._encoder.unread |= {f"'{name}' of rows with '{first}'" for name in others}
         return found.get(first, [])
 
-    @property
-    def _image_columns(self) -> list[str]:
-        """Return the columns whose messages may hold pictures, those of a sequence."""
-        return [name for name in self._columns if name]
+    def _image_columns(self, row: Row) -> list[str]:
+        """Return the columns whose messages may hold pictures, in the order of a sequence."""
+        read = [name for name in self._columns if name and name != self._format.label_key]
+        return [*self.turn_columns(row), *read]
 
     def _picture_values(self, row: Row) -> list[Any]:
         """Return the values of a row's pictures, in the order of their placeholders."""
-        columns = [*self.turn_columns(row), *self._image_columns]
-        left = iter(self._own_images(row))
+        columns, left = self._image_columns(row), iter(self._own_images(row))
         parts = [found for name in columns for found in values_in(value_at(row, name))]
         found = [next(left, None) if value is None else value for value in parts]
         return [*(value for value in found if value is not None), *left]

@@ -233,11 +233,17 @@ def test_a_system_message_has_the_place_that_it_marks(model, folder):
     assert text.startswith(f"<|system|>See {place}<|end|><|user|>what?<|end|>")
 
 
+def test_a_noncharacter_of_a_text_is_none_of_its_pictures(model, folder):
+    """Whether the model reads pictures or not."""
+    row = {"prompt": "a\ufdd1b", "images": [str(folder / "small.png")], "answer": "c"}
+    for most, count in ((None, 1), (0, 0)):
+        form = {"max_images_per_prompt": most, "apply_chat_template": True}
+        [example] = data_set(model, [row], **form)
+        assert example.token_ids.tolist().count(PAD) == count
+        assert "a\ufffdb<|end|>" in load_tokenizer(model).decode(example.token_ids)
+
+
 BAD = [
-    (
-        {"prompt": "\ufdd1<image>", "images": ["small.png"] * 2},
-        r"a text holds U\+FDD1, which is no",
-    ),
     ({"prompt": "<image>a<image>", "images": ["small.png"]}, "images: 1, and places for them: 2"),
     ({"prompt": "<image>a", "images": ["small.png"] * 2}, "images: 2, and places for them: 1"),
     ({"prompt": "<image>a", "images": []}, "images: 0, and places for them: 1"),
@@ -292,6 +298,27 @@ def test_sides_of_a_pair_with_other_images_are_refused(model, folder):
     with pytest.raises(DataError, match="row 1: the images of both sides differ"):
         pair("wide.png")
     assert len(pair("small.png").images) == 1
+
+
+def test_images_of_a_prompt_column_are_not_those_of_whole_dialogues_too(model, folder):
+    """The dialogues are read, the column is not."""
+    content = [part(image=str(folder / "small.png")), words("?")]
+    asked = {"role": "user", "content": content}
+    sides = {
+        name: [asked, {"role": "assistant", "content": [words(name)]}]
+        for name in ("chosen", "rejected")
+    }
+    row = {"prompt": [asked], **sides}
+    data = data_set(model, [row], PreferenceDataset, input_key=None, output_key=None)
+    assert len(data[0].images) == 1
+    assert data[0].chosen_ids.tolist().count(PAD) == 1
+
+
+def test_images_of_a_label_are_not_those_of_its_prompt(model, folder):
+    turns = [{"role": "user", "content": [part(image=str(folder / "small.png")), words("?")]}]
+    row = {"prompt": turns, "label": turns}
+    data = data_set(model, [row], PromptDataset, output_key=None, label_key="label")
+    assert len(data[0].images) == 1
 
 
 @pytest.mark.parametrize("kind", [SFTDataset, PromptDataset])
