@@ -127,7 +127,7 @@ def _shown(image: Mapping[str, Any], run_dir: Path) -> Row:
     """Return an image of a sample, small enough for a page; without `src` if its file is gone."""
     name = Path(f"{image['sha256']}.png").name  # of no other folder
     try:
-        src = read_picture(run_dir / IMAGES / name).data_url(MAX_SIDE)
+        src = read_picture(run_dir / ROLLOUTS / IMAGES / name).data_url(MAX_SIDE)
     except PictureError:
         src = None
     return {**image, "src": src}

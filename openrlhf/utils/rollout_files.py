@@ -20,38 +20,35 @@ def rollout_row(rollout: Rollout, processor: ImageProcessor | None) -> dict[str,
     place of their tokens, from the first placeholder to the last.
     """
     versions, images = rollout.weight_versions, rollout.images
-    seen: dict[str, object] = {}
+    more = {name: value for name, value in rollout.extra_columns.items() if name != IMAGES}
     if images and processor is not None:
         positions = processor.placeholders(rollout.token_ids.tolist(), images)
-        seen["images"] = [
+        more[IMAGES] = [
             {"sha256": image.sha256, "width": image.width, "height": image.height}
             | {"start": own[0], "num_tokens": own[-1] + 1 - own[0]}
             for image, own in zip(images, positions, strict=True)
         ]
-    return (
-        rollout.extra_columns
-        | seen
-        | {
-            "sample_id": rollout.sample_id,
-            "row": rollout.row_id + 1,
-            "group_id": rollout.group_id,
-            "episode_id": rollout.episode_id,
-            "datasource": rollout.datasource,
-            "prompt": rollout.prompt_text,
-            "response": rollout.response_text,
-            "label": rollout.label,
-            "reward": rollout.reward,
-            "reward_parts": rollout.reward_parts,
-            "score": rollout.score,
-            "finish_reason": rollout.finish_reason,
-            "num_actions": rollout.num_actions,
-            "weight_version": int(versions[-1]),
-            "token_ids": rollout.token_ids.numpy(),
-            "action_mask": rollout.action_mask.numpy(),
-            "logprobs": rollout.logprobs.numpy(),
-            "weight_versions": versions.numpy(),
-        }
-    )
+    return {
+        **more,
+        "sample_id": rollout.sample_id,
+        "row": rollout.row_id + 1,
+        "group_id": rollout.group_id,
+        "episode_id": rollout.episode_id,
+        "datasource": rollout.datasource,
+        "prompt": rollout.prompt_text,
+        "response": rollout.response_text,
+        "label": rollout.label,
+        "reward": rollout.reward,
+        "reward_parts": rollout.reward_parts,
+        "score": rollout.score,
+        "finish_reason": rollout.finish_reason,
+        "num_actions": rollout.num_actions,
+        "weight_version": int(versions[-1]),
+        "token_ids": rollout.token_ids.numpy(),
+        "action_mask": rollout.action_mask.numpy(),
+        "logprobs": rollout.logprobs.numpy(),
+        "weight_versions": versions.numpy(),
+    }
 
 
 def write_rollouts(
@@ -66,8 +63,8 @@ def write_rollouts(
 ) -> Path | None:
     """Write one step's samples as parquet, one row a sample, over an earlier attempt's:
     `rollouts/step_000001.parquet`, those of an evaluation `rollouts/eval_step_000001.parquet`;
-    their images beside them, once each. Return the file, or None where a full disk lost it, which
-    is said once. The last `num_kept` files of each kind stay.
+    their images in `rollouts/images`, once each. Return the file, or None where a full disk lost
+    it, which is said once. The last `num_kept` files of each kind stay.
 
     Rows may differ in their columns; a missing one is null. Values parquet has no common type for
     are written as JSON text. `token_texts` returns the text of each token: it makes the column of
@@ -80,7 +77,7 @@ def write_rollouts(
     unfinished = path.with_suffix(".partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_pictures(folder.parent / IMAGES, images)
+        write_pictures(folder / IMAGES, images)
         table = _as_table(rows, token_texts)
         pyarrow.parquet.write_table(table, unfinished, use_dictionary=_repeating(table))
         unfinished.replace(path)
@@ -105,14 +102,14 @@ def _remove_unseen(folder: Path) -> None:
     """Remove images that no file of this folder names any more."""
     import pyarrow.parquet  # noqa: PLC0415 - heavy
 
-    if not (folder.parent / IMAGES).exists():
+    if not (folder / IMAGES).exists():
         return
     seen: set[str] = set()
     for path in folder.glob("*.parquet"):
         table = pyarrow.parquet.ParquetFile(path).read(columns=["images"])
         named = table.column("images").to_pylist() if table.num_columns else []
         seen.update(image["sha256"] for images in named for image in images or ())
-    for path in (folder.parent / IMAGES).iterdir():
+    for path in (folder / IMAGES).iterdir():
         if path.stem not in seen:
             path.unlink()
 

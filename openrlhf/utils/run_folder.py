@@ -13,7 +13,7 @@ from openrlhf.utils.console import warn
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"  # the resolved settings
 ROLLOUTS = "rollouts"  # samples of steps and evaluations, as parquet
-IMAGES = "images"  # those of samples, once each: <sha256>.png
+IMAGES = "images"  # in its folder, those of samples, once each: <sha256>.png
 DUMPS = "dumps"  # steps that can be replayed
 LOGS = "logs"  # a file of each process
 REPORT_FILE = "report.html"
@@ -26,7 +26,6 @@ RECORDS = (
     CONFIG_FILE,
     METRICS_FILE,
     ROLLOUTS,
-    IMAGES,
     DUMPS,
     REPORT_FILE,
     PICTURE_FILE,

@@ -317,7 +317,7 @@ def test_a_run_keeps_its_pictures_once_and_a_replay_has_its_numbers(
     [[image], *_] = rows["images"]
     assert (image["width"], image["height"], image["num_tokens"]) == (28, 28, 1)
     assert rows["token_texts"][0][image["start"]] == "<|image_pad|>"
-    assert names < {path.stem for path in (run_dir / "images").glob("*.png")}
+    assert names < {path.stem for path in (run_dir / "rollouts" / "images").glob("*.png")}
     dumped = [path.stem for path in (run_dir / "dumps" / "step_000002" / "images").iterdir()]
     assert sorted(dumped) == sorted(names)
     capsys.readouterr()

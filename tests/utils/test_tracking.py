@@ -6,6 +6,7 @@ import math
 import sqlite3
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet
@@ -14,10 +15,13 @@ import torch
 from PIL import Image
 
 from openrlhf.config.common import LoggerConfig, WandbConfig
+from openrlhf.distributed.folders import set_earlier_run_aside
 from openrlhf.utils.images import Picture, read_picture
-from openrlhf.utils.rollout_files import write_rollouts
+from openrlhf.utils.rollout_files import rollout_row, write_rollouts
+from openrlhf.utils.run_folder import METRICS_FILE
 from openrlhf.utils.sinks import BackgroundSink
 from openrlhf.utils.tracker import Tracker, make_tracker, read_metrics
+from tests.helpers.rollouts import rollout
 
 
 def test_jsonl_holds_one_strict_json_object_a_step(tmp_path):
@@ -220,7 +224,7 @@ def test_images_are_kept_once_and_as_long_as_a_file_names_them(tmp_path):
         write_rollouts(
             tmp_path, step, rows or [{"reward": 1.0}], num_kept=1, kind=kind, images=images
         )
-        return sorted(path.name for path in (tmp_path / "images").glob("*"))
+        return sorted(path.name for path in (tmp_path / "rollouts" / "images").glob("*"))
 
     def names(*images: Picture) -> list[str]:
         return sorted(f"{image.sha256}.png" for image in images)
@@ -229,9 +233,27 @@ def test_images_are_kept_once_and_as_long_as_a_file_names_them(tmp_path):
     assert write(50, red, lime, red) == names(red, lime)
     assert write(100, blue) == names(red, blue)  # the evaluation has the red one
     assert write(150) == names(red)
-    [path] = (tmp_path / "images").iterdir()
+    [path] = (tmp_path / "rollouts" / "images").iterdir()
     assert path.read_bytes() == red.data
     write(200, lime)
-    kept = read_picture(tmp_path / "images" / f"{lime.sha256}.png")
+    kept = read_picture(tmp_path / "rollouts" / "images" / f"{lime.sha256}.png")
     assert kept.data.startswith(b"\x89PNG")
     assert kept.open().tobytes() == lime.open().tobytes()
+
+
+def test_images_of_the_user_beside_a_run_are_not_its_own(tmp_path):
+    """Nothing is removed there, and a later run moves nothing of it aside."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "cat.png").write_bytes(b"mine")
+    for step in (1, 50):
+        write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=1)
+    (tmp_path / METRICS_FILE).write_text("{}")
+    set_earlier_run_aside(tmp_path, keeps_model=False)
+    assert (tmp_path / "images" / "cat.png").read_bytes() == b"mine"
+
+
+def test_a_column_named_images_of_a_reward_is_none_of_the_samples_images():
+    """It would be read as theirs, and end a run where files are removed."""
+    sample = replace(rollout([1], [2]), extra_columns={"images": "two of them", "words": 3})
+    row = rollout_row(sample, None)
+    assert "images" not in row and row["words"] == 3
