@@ -69,12 +69,18 @@ def _with_content(message: Message, text: str) -> Message:
 
 
 def undecoded(rows: Dataset, column: str) -> Dataset:
-    """Return the rows with pictures of this column as their files' bytes, which are then checked
-    row by row; those within a column stay as they are.
+    """Return the rows with pictures of this column, or within it, as their files' bytes, which are
+    then checked row by row.
     """
-    feature = rows.features.get(column)
+    head = column if column in rows.features else column.partition(".")[0]
+    feature = _undecoded(rows.features[head])
+    return rows if feature == rows.features[head] else rows.cast_column(head, feature)
+
+
+def _undecoded(feature: Any) -> Any:
     if isinstance(feature, datasets.Image):
-        return rows.cast_column(column, datasets.Image(decode=False))
-    if isinstance(getattr(feature, "feature", None), datasets.Image):
-        return rows.cast_column(column, datasets.List(datasets.Image(decode=False)))
-    return rows
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List):
+        return datasets.List(_undecoded(feature.feature))
+    is_object = isinstance(feature, dict)
+    return {k: _undecoded(v) for k, v in feature.items()} if is_object else feature

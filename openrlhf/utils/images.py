@@ -9,6 +9,7 @@ import binascii
 import hashlib
 import io
 import os
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -31,6 +32,11 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of files; none runs a
 # half precision holds it, and unlike -inf it leaves entropies finite.
 BANNED_LOGIT = -3e4
 PROCESSOR_FILES = ("preprocessor_config", "video_preprocessor_config", "processor_config")
+# What Pillow raises for files that are damaged.
+DAMAGE = (
+    *(OSError, SyntaxError, ValueError, IndexError, struct.error),
+    Image.DecompressionBombError,
+)
 PNG_START = b"\x89PNG\r\n\x1a\n"
 KEYS = ("bytes", "image", "image_url", "url", "path", "base64")  # of an object with a picture
 MAX_PATH = 4096  # characters: a longer text is no path
@@ -62,7 +68,10 @@ class Picture:
         behind it is none.
         """
         with Image.open(io.BytesIO(self.data), formats=FORMATS) as image:
-            return image.format != "MPO" and getattr(image, "is_animated", False)
+            try:
+                return image.format != "MPO" and getattr(image, "is_animated", False)
+            except DAMAGE:  # of one behind the first
+                return True
 
     def as_png(self) -> bytes:
         """Return a PNG file with the same pixels."""
@@ -109,18 +118,22 @@ def _as_seen(image: Image.Image) -> Image.Image:
             raise PictureError(f"{told}, save it with 8 or 16 bits")
     if image.mode.startswith("I;16"):  # of gray, which Pillow would cut off at 255
         image = image.convert("I").point(lambda value: value * (1 / 256))
+        image.info.pop("transparency", None)  # a number of the old scale
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert("RGB")
 
 
-def _decoded(data: bytes) -> Image.Image:
+def _decoded(image: bytes | Image.Image) -> Image.Image:
+    """Return an encoded image, or one that Pillow may not have read yet, as it is seen."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        if isinstance(image, Image.Image):
             return _as_seen(image)
+        with Image.open(io.BytesIO(image), formats=FORMATS) as opened:
+            return _as_seen(opened)
     except UnidentifiedImageError as error:
         raise PictureError(f"no image in {', '.join(FORMATS)} format") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except DAMAGE as error:
         raise PictureError(f"an image that cannot be decoded: {first_line(error)}") from error
 
 
@@ -158,7 +171,7 @@ def _encoded(value: object, folder: Path | None, allow_paths: bool) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, Image.Image):
-        return _png(_as_seen(value))
+        return _png(_decoded(value))
     if allow_paths and (path := file_of(value, folder)) is not None:
         try:
             return path.read_bytes()

@@ -401,6 +401,24 @@ def test_frames_behind_the_first_are_named_as_not_read(model, folder, suffix):
     assert data.notices[1:] == ["not read: frames of images behind the first"]
 
 
+def test_a_damaged_frame_behind_the_first_is_none_that_is_read(model, folder):
+    path = folder / "several.gif"
+    WIDE.save(path, save_all=True, append_images=[SMALL.resize(WIDE.size)])
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2 + 100])  # in the second one's head
+    rows = [{"prompt": "a", "images": [str(path)], "answer": "b"}]
+    assert len(data_set(model, rows).images(0)) == 1
+
+
+def test_a_torn_image_within_a_column_of_a_hub_data_set_names_its_row(model, folder):
+    torn = {"bytes": png(SMALL)[:-600], "path": None}
+    rows = [{"prompt": "a", "seen": {"left": value}, "answer": "b"} for value in (SMALL, torn)]
+    text, seen = datasets.Value("string"), {"left": datasets.Image()}
+    features = datasets.Features({"prompt": text, "seen": seen, "answer": text})
+    with pytest.raises(DataError, match="row 2: an image that cannot be decoded"):
+        data_set(model, Dataset.from_list(rows, features=features), image_key="seen.left")
+
+
 def test_images_are_not_read_where_none_is_allowed(model, folder):
     rows = [{"prompt": "a", "images": ["gone.png"], "answer": "b"}]
     data = data_set(model, rows, max_images_per_prompt=0)

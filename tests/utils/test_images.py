@@ -107,6 +107,22 @@ def test_what_is_no_picture_is_refused_in_words(value, words):
         read_picture(value)
 
 
+def test_an_image_of_pillow_that_is_torn_is_refused_in_words():
+    """Pillow reads it only when it is asked for pixels."""
+    torn = Image.open(io.BytesIO(encoded(tiny_vision.noise(28, 28))[:-600]))
+    with pytest.raises(PictureError, match=r"cannot be decoded: .*truncated"):
+        read_picture(torn)
+
+
+def test_a_transparent_number_of_sixteen_bits_of_gray_has_no_effect():
+    """Scaled, another number would be transparent."""
+    file = io.BytesIO()
+    gray = Image.fromarray(np.array([[0, 256, 65535]], dtype="uint16"))
+    gray.save(file, format="png", transparency=1)
+    red, *_ = read_picture(file.getvalue()).open().split()
+    assert red.tobytes() == bytes([0, 1, 255])
+
+
 def test_no_file_is_read_where_paths_are_not_allowed(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded(tiny_vision.noise(28, 28)))
     with pytest.raises(PictureError, match="is no base64"):
@@ -185,11 +201,15 @@ def test_a_limit_of_pixels_is_one_of_tiles_where_a_family_has_them(kind, tmp_pat
         ImageProcessor.load(folder, min_pixels=56 * 56)
 
 
-def test_a_size_that_is_no_multiple_of_the_tiles_is_refused(tmp_path):
-    """The image processor of Transformers would count other tiles than it cuts."""
+@pytest.mark.parametrize(("edge", "instead"), [(120, 112), (74 * 56, 73 * 56)])
+def test_a_size_that_is_no_multiple_of_the_tiles_is_refused(tmp_path, edge, instead):
+    """The image processor of Transformers would count other tiles than it cuts, and scales to 4096
+    pixels in between.
+    """
     file = tiny_vision.make("idefics3", tmp_path) / "preprocessor_config.json"
-    file.write_text(file.read_text().replace('"longest_edge": 112', '"longest_edge": 120'))
-    with pytest.raises(ConfigError, match=r"size is 120, not a multiple of the 56 .* Write 112\."):
+    file.write_text(file.read_text().replace('"longest_edge": 112', f'"longest_edge": {edge}'))
+    told = rf"size is {edge}, not a multiple of the 56 .* Write {instead}\."
+    with pytest.raises(ConfigError, match=told):
         ImageProcessor.load(str(tmp_path))
 
 
