@@ -63,6 +63,30 @@ OWN_PROMPTS = f"""
             await llm_engine.generate(again, sampling_params)
             return {{"reward": 1.0}}
 """
+# The first question is asked without the image of the prompt.
+BLIND_START = ENVIRONMENT.replace('states["observation"]', '"<|user|>?<|end|><|assistant|>"')
+# Two turns at the same time, each with an image of its own behind the prompt.
+BRANCHES = f"""
+    from PIL import Image
+    from openrlhf.utils.agent import AgentError, AgentExecutorBase
+
+    class AgentExecutor(AgentExecutorBase):
+        async def execute(self, prompt, label, sampling_params, llm_engine):
+            sampling_params.max_tokens = 4
+            start = llm_engine.encode_prompt(prompt)
+            branches = [
+                start + llm_engine.encode_feedback("{PLACE}?", [Image.new("RGB", (28, 28), colour)])
+                for colour in ("red", "blue")
+            ]
+            said = []
+            for ids in branches:
+                try:
+                    await llm_engine.generate(ids, sampling_params)
+                except AgentError as error:
+                    said.append("does not show all images of the episode" in str(error))
+            await llm_engine.generate("?", sampling_params)  # shows none
+            return {{"reward": float(sum(said))}}
+"""
 CLIENT = """
     from openai import AsyncOpenAI, BadRequestError
     from openrlhf.utils.agent import OpenAIAgentExecutor
@@ -134,6 +158,21 @@ def test_an_environment_answers_with_images_and_resets_with_those_of_the_prompt(
         prompt_image, *others = rollout.images
         assert prompt_image is WIDE  # its bytes are not held twice
         assert [image.open().getpixel((0, 0)) for image in others] == [(0, 0, 80), (0, 0, 160)]
+
+
+def test_an_image_that_the_first_question_leaves_out_is_none_of_the_episode(
+    model, processor, tmp_path
+):
+    """Else an image of the environment would be sampled and trained as that of the prompt."""
+    code = BLIND_START.replace("(28, 56)", "(56, 28)")  # as many tokens as the prompt's has
+    for rollout in act(model, processor, tmp_path, code):
+        colours = [image.open().getpixel((0, 0)) for image in rollout.images]
+        assert colours == [(0, 0, 80), (0, 0, 160)]
+
+
+def test_tokens_that_leave_open_which_images_they_show_are_refused(model, processor, tmp_path):
+    rollouts = act(model, processor, tmp_path, BRANCHES)
+    assert [rollout.reward for rollout in rollouts] == [2.0, 2.0]
 
 
 def test_an_environment_gets_an_empty_list_where_a_prompt_has_no_images(model, processor, tmp_path):

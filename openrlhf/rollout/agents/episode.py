@@ -328,13 +328,20 @@ class TextCodec:
         self.tokenizer, self.processor = tokenizer, processor
         self.encoder = TextEncoder(tokenizer)
 
-    def encode_prompt(self, text: str, episode: Episode) -> list[int]:
-        """Return the ids of a prompt; the data set's own where the text is."""
+    def encode_prompt(self, text: str, episode: Episode) -> tuple[list[int], list[Picture]]:
+        """Return the ids of a prompt, the data set's own where the text is, and the images that it
+        shows: the first ones of the episode.
+        """
         prompt = episode.request.prompt
         if text == prompt.prompt_text:
-            return list(prompt.prompt_token_ids)
+            return list(prompt.prompt_token_ids), [*prompt.images]
         ids = self.encoder.encode_prompt(text)
-        return self.expanded(ids, episode.images[: self.num_placeholders(ids)])
+        shown = episode.images[: self.num_placeholders(ids)]
+        return self.expanded(ids, shown), shown
+
+    def prompt_ids(self, text: str, episode: Episode) -> list[int]:
+        """Return the ids of a prompt alone."""
+        return self.encode_prompt(text, episode)[0]
 
     def encode_continuation(self, text: str, images: Sequence[Picture] = ()) -> list[int]:
         """Return the ids of text that follows other text: no BOS, no prefix space."""
@@ -356,22 +363,20 @@ class TextCodec:
             token = self.tokenizer.convert_ids_to_tokens(self.processor.image_token_id)
             raise BadAnswerError(f"{error}. Write one {token} for each image.") from error
 
-    def images_in(self, token_ids: Sequence[int], images: Sequence[Picture]) -> list[Picture]:
-        """Return the first of these images whose placeholders expanded ids have."""
-        num_left, found = self.num_placeholders(token_ids), []
-        for image in images if num_left else ():
-            assert self.processor is not None, "there are placeholders"
-            found.append(image)
-            num_left -= self.processor.num_tokens(image)
-            if num_left <= 0:
-                break
-        if num_left:
+    def images_in(self, token_ids: Sequence[int], images: Sequence[Picture]) -> Sequence[Picture]:
+        """Return these images if expanded ids show all of them, or none where they show none;
+        raises BadAnswerError: ids do not say which of several they show.
+        """
+        if self.processor is None or self.num_placeholders(token_ids) == 0:
+            return ()
+        try:
+            self.processor.placeholders(token_ids, images)
+        except PictureError as error:
             raise BadAnswerError(
-                f"the prompt has {self.num_placeholders(token_ids)} tokens of images, and the "
-                "images of the episode do not fill them. Give {'multi_modal_data': {'image': "
-                "[...]}}."
-            )
-        return found
+                f"the prompt does not show all images of the episode, each once: {error}. Give "
+                "{'multi_modal_data': {'image': [...]}} beside it."
+            ) from error
+        return images
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids."""
@@ -386,7 +391,7 @@ async def sample_turn(
     images: Sequence[Picture] | None = None,
 ) -> Completion:
     """Sample and record one turn of an episode, on any thread and loop. `images` are those of the
-    prompt; None: the first ones of the episode.
+    prompt; None: all those of the episode, if it shows any.
 
     Raises AgentError for what cannot be asked, EngineError.
     """
@@ -459,15 +464,14 @@ class AgentEngine:
         """Sample one turn of the running episode: await it, or iterate over it with `async for`.
 
         `prompt` is text, token ids or {"prompt_token_ids": ids}; with "multi_modal_data" beside
-        them, these are its images, else the episode's. The result has `.outputs[0]` with
-        `.token_ids`, `.text`, `.logprobs` and `.finish_reason`, and `.prompt_token_ids`.
+        them, these are its images, else all those of the episode, if it shows any. The result has
+        `.outputs[0]` with `.token_ids`, `.text`, `.logprobs` and `.finish_reason`, and `.prompt_token_ids`.
         """
         episode = CURRENT.get(None) or self.outside or current_episode()
         wanted = prompt if prompt_token_ids is None else prompt_token_ids
-        images = images_of(wanted)
-        encode = partial(self._codec.encode_prompt, episode=episode)
-        if images is not None:
-            encode = self._codec.encoder.encode_prompt
+        images, encode = images_of(wanted), self._codec.encoder.encode_prompt
+        if images is None:
+            encode = partial(self._codec.prompt_ids, episode=episode)
         ids, text = prompt_ids_of(wanted, encode)
         if images is not None and self._codec.num_placeholders(ids) == len(images):
             ids = self._codec.expanded(ids, images)
@@ -487,8 +491,14 @@ class AgentEngine:
         return vllm_result(ids, text, said, completion)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a whole prompt; those of the data set where the text is its own."""
-        return self._codec.encode_prompt(text, current_episode())
+        """Return the ids of a whole prompt; those of the data set where the text is its own. Before
+        the first turn, the images that it does not show are none of the episode's.
+        """
+        episode = current_episode()
+        ids, shown = self._codec.encode_prompt(text, episode)
+        if not episode.num_requests:
+            episode.images = shown
+        return ids
 
     def encode_feedback(self, text: str, images: Sequence[object] = ()) -> list[int]:
         """Return the ids of text that follows other text; special tokens keep their meaning. It has

@@ -133,7 +133,7 @@ class ChatSession:
         if request.prompt is None:
             ids = self.dialogue.prepare(request.messages, request.shown_tools).token_ids
         else:
-            ids = self.codec.encode_prompt(request.prompt, self.episode)
+            ids = self.codec.prompt_ids(request.prompt, self.episode)
         max_length = self.episode.setup.max_length
         return {"count": len(ids), "max_model_len": max_length, "tokens": ids}
 
