@@ -139,7 +139,8 @@ class UserFunctions:
 
     def check(self, batch: RewardBatch) -> None:
         """Raise ConfigError for an argument that neither a form nor a column of the batch has."""
-        problems = [_unknown(part, batch) for part in self.parts]
+        unseen = replace(batch, images=())  # names are all that counts, and decoding takes time
+        problems = [_unknown(part, unseen) for part in self.parts]
         if found := [problem for problem in problems if problem]:
             raise ConfigError(found)
 
@@ -359,9 +360,9 @@ def _arguments(
 
 
 def opened(images: Sequence[Sequence[Picture]]) -> "list[list[Image]]":
-    """Return the images of each sample, decoded; samples of a prompt share them."""
+    """Return the images of each sample, decoded; each is the function's own to draw on."""
     open_once = cache(Picture.open)
-    return [[open_once(picture) for picture in of_sample] for of_sample in images]
+    return [[open_once(picture).copy() for picture in of_sample] for of_sample in images]
 
 
 def _verl_names(function: RewardFunction) -> Sequence[str]:

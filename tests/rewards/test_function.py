@@ -419,6 +419,23 @@ def test_a_function_that_sees_one_image_gets_none_where_there_is_none(tmp_path):
     assert one_image.answer(own).rewards == [4, 0]
 
 
+def test_images_are_decoded_once_and_each_sample_has_its_own(tmp_path, monkeypatch):
+    """A function may draw on them."""
+    seen, decode = [], Picture.open
+    monkeypatch.setattr(Picture, "open", lambda self: (seen.append(self), decode(self))[1])
+    code = """
+def drawing(queries, prompts, labels, images):
+    found = []
+    for [image] in images:
+        found.append(float(image.getpixel((0, 0)) == (255, 0, 0)))
+        image.putpixel((0, 0), (0, 0, 0))
+    return found
+"""
+    batch = replace(batch_of(2), images=[(RED,), (RED,)])
+    assert reward_from(tmp_path, code).answer(batch).rewards == [1, 1]
+    assert seen == [RED]
+
+
 def test_images_that_no_function_reads_are_not_decoded(tmp_path):
     batch = replace(batch_of(1), images=[(Picture(b"no picture", "", 1, 1),)])
     assert answering(tmp_path, "[1.0]").answer(batch).rewards == [1.0]
