@@ -211,11 +211,12 @@ class Idefics3(TiledVL):
             edge = min(math.isqrt(max_pixels), MAX_EDGE) // self.tile * self.tile
             processor.size["longest_edge"] = max(edge, self.tile)
         longest, tile = processor.size["longest_edge"], processor.max_image_size["longest_edge"]
-        if processor.do_image_splitting and longest % tile:
+        whole = min(longest, MAX_EDGE) // tile * tile
+        if processor.do_image_splitting and longest != whole:
             raise ConfigError(
                 f"preprocessor_config.json: the longest_edge of size is {longest}, not a multiple "
-                f"of the {tile} pixels of a tile, so that the number of tiles is not known before "
-                f"an image is cut. Write {longest // tile * tile}."
+                f"of the {tile} pixels of a tile up to {MAX_EDGE}, so that the number of tiles is "
+                f"not known before an image is cut. Write {whole}."
             )
 
     def _tiles(self, processor: Any, size: Size) -> tuple[int, int]:
