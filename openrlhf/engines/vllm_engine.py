@@ -486,6 +486,7 @@ def with_images(settings: Mapping[str, Any], processor: ImageProcessor) -> dict[
     own = {**settings, "limit_mm_per_prompt": {"video": 0}}
     own["mm_device_do_normalize"] = False  # they are normalised
     own["mm_processor_cache_gb"] = 0
+    own["mm_processor_kwargs"] = processor.limits  # its caches hold the largest image
     # Transformers goes by the whole's, some models of vLLM by that of the text.
     is_tied = getattr(processor.family.config, "tie_word_embeddings", False)
     own["hf_overrides"] = {"text_config": {"tie_word_embeddings": is_tied}}

@@ -285,6 +285,11 @@ class ImageProcessor:
         """Return all that decides the tokens of a picture."""
         return f"{self._processor.to_json_string()} {self.family.config.to_json_string()}"
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Return the limits of pixels, by their names in the processor's file."""
+        return self.family.limits(self._processor)
+
     def expansions(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]
     ) -> list[Sequence[int]]:

@@ -37,6 +37,10 @@ class VisionFamily(ABC):
     def prepare(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
         """Set the limits of pixels of each picture; raise ConfigError for one that there is not."""
 
+    def limits(self, processor: Any) -> dict[str, Any]:
+        """Return the limits of pixels, by their names in its file."""
+        return {"size": dict(processor.size)}
+
     @abstractmethod
     def num_tokens(self, processor: Any, size: Size) -> int:
         """Return the placeholders of a picture; raise ValueError for a shape that is not read."""
@@ -176,6 +180,9 @@ class InternVL(TiledVL):
         processor.crop_to_patches = True  # as InternVLProcessor does, whatever the file says
         if max_pixels is not None:
             processor.max_patches = max(1, max_pixels // self.tile**2)
+
+    def limits(self, processor: Any) -> dict[str, Any]:
+        return {"crop_to_patches": True, "max_patches": processor.max_patches}
 
     def num_tiles(self, processor: Any, size: Size) -> int:
         return int(processor.get_number_of_image_patches(*size))

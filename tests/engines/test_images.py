@@ -15,7 +15,7 @@ from torch import Tensor
 from openrlhf.engines import own_generate
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.engines.vllm_engine import VLLMEngine
+from openrlhf.engines.vllm_engine import VLLMEngine, with_images
 from openrlhf.errors import WeightSyncError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
@@ -133,6 +133,24 @@ def check_generation(seen: Seen, engine: VLLMEngine | OwnGenerate) -> None:
 
 def test_vllm_reads_two_images_one_and_none_in_one_batch_as_hugging_face_does(seen, engine):
     check_generation(seen, engine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("qwen2_5_vl", 400), ("internvl", 404), ("idefics3", 404)]
+)
+def test_vllm_makes_room_for_the_largest_image_that_a_limit_allows(kind, count, tmp_path):
+    """20x20 tokens, of tiles those of the whole picture too; vLLM refuses larger ones."""
+    path = str(tiny_vision.make(kind, tmp_path))
+    processor = ImageProcessor.load(path, max_pixels=560 * 560)
+    assert processor.num_tokens(read_picture(tiny_vision.noise(560, 560))) == count
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import get_mm_max_toks_per_item
+
+    settings = with_images({"model": path, "max_model_len": 1024}, processor)
+    config = arg_utils.EngineArgs(**settings).create_engine_config()
+    reader = MULTIMODAL_REGISTRY.create_processor(config.model_config)
+    assert get_mm_max_toks_per_item(reader, {"image": 1}, None)["image"] == count
 
 
 @pytest.mark.slow

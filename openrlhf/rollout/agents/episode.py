@@ -465,7 +465,8 @@ class AgentEngine:
 
         `prompt` is text, token ids or {"prompt_token_ids": ids}; with "multi_modal_data" beside
         them, these are its images, else all those of the episode, if it shows any. The result has
-        `.outputs[0]` with `.token_ids`, `.text`, `.logprobs` and `.finish_reason`, and `.prompt_token_ids`.
+        `.outputs[0]` with `.token_ids`, `.text`, `.logprobs` and `.finish_reason`, and
+        `.prompt_token_ids`.
         """
         episode = CURRENT.get(None) or self.outside or current_episode()
         wanted = prompt if prompt_token_ids is None else prompt_token_ids
