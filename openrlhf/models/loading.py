@@ -494,7 +494,7 @@ def check_own_logits(model: PreTrainedModel) -> None:
         inputs |= family_of(model.config).inputs(pixels, blank.grid, tokens_BT)
     batch = PackedBatch.from_sequences(list(tokens_BT), [is_target_T] * 2)
     if has_pictures:
-        batch = replace(batch, images=Images(pixels, blank.grid), num_images=(1, 1))
+        batch = replace(batch, images=Images(pixels, blank.grid))
     batch = batch.to(model.device)
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     own_BTV: Tensor = model(use_cache=False, **inputs).logits[:, 1:-1]

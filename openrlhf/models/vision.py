@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from openrlhf.utils.images import Images
@@ -49,7 +50,6 @@ def with_blank(batch: PackedBatch, config: Any) -> PackedBatch:
         seq_lengths=(*batch.seq_lengths, 1),
         target_mask=torch.cat([batch.target_mask, batch.target_mask.new_zeros(1)]),
         images=blank_picture(config).to(batch.token_ids.device),
-        num_images=(*(0 for _ in batch.seq_lengths), 1),
     )
 
 
@@ -69,15 +69,12 @@ def vision_inputs(
 def rotary_positions(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     """Return positions in time, height and width of every token in its sequence, (3, T)."""
     assert batch.images is not None, "of a row with pictures"
-    ids, found = batch.token_ids.cpu().split(batch.seq_lengths), []
-    grids = batch.images.grid.cpu().split(batch.num_images)
-    for ids_T, grid in zip(ids, grids, strict=True):
-        if not len(grid):
-            found.append(torch.arange(len(ids_T)).expand(3, -1))
-            continue
-        kinds = (ids_T == model.config.image_token_id).int()
-        positions, _ = model.model.get_rope_index(
-            ids_T[None], mm_token_type_ids=kinds[None], image_grid_thw=grid
-        )
-        found.append(positions[:, 0])
-    return torch.cat(found, dim=-1).to(batch.token_ids.device)
+    ids_BT = pad_sequence(batch.token_ids.cpu().split(batch.seq_lengths), batch_first=True)
+    is_token_BT = torch.arange(ids_BT.size(1)) < torch.tensor(batch.seq_lengths)[:, None]
+    positions, _ = model.model.get_rope_index(
+        ids_BT,
+        mm_token_type_ids=(ids_BT == model.config.image_token_id).int(),
+        image_grid_thw=batch.images.grid.cpu(),
+        attention_mask=is_token_BT.int(),
+    )
+    return positions[:, is_token_BT].to(batch.token_ids.device)

@@ -45,7 +45,6 @@ class PackedBatch(Batch):
         Tensor  # (T,) bool, False on the first token of every sequence (nothing predicts it)
     )
     images: Images | None = None  # of all sequences, in their order
-    num_images: tuple[int, ...] = ()  # of each of the B sequences, if there are any
 
     @classmethod
     def from_sequences(
@@ -67,7 +66,7 @@ class PackedBatch(Batch):
         if not found:
             return self
         assert processor is not None, "only models with an image processor read pictures"
-        return replace(self, images=processor.pixels(found), num_images=tuple(map(len, pictures)))
+        return replace(self, images=processor.pixels(found))
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
