@@ -109,12 +109,10 @@ def _as_seen(image: Image.Image) -> Image.Image:
     does vLLM. Raise PictureError for numbers without a scale.
     """
     image = ImageOps.exif_transpose(image)
-    if image.mode == "F":
-        raise PictureError("floats have no scale, save it with 8 or 16 bits")
-    if image.mode == "I":  # whole numbers that 8 bits hold are taken to be 8 bits
-        least, most = cast(tuple[int, int], image.getextrema())
-        if least < 0 or most > 255:
-            told = f"whole numbers from {least} to {most} have no scale"
+    if image.mode in ("F", "I"):  # whole numbers that 8 bits hold are taken to be 8 bits
+        least, most = cast(tuple[float, float], image.getextrema())
+        if image.mode == "F" or least < 0 or most > 255:
+            told = f"numbers from {least:g} to {most:g} have no scale"
             raise PictureError(f"{told}, save it with 8 or 16 bits")
     if image.mode.startswith("I;16"):  # of gray, which Pillow would cut off at 255
         image = image.convert("I").point(lambda value: value * (1 / 256))

@@ -60,7 +60,7 @@ def test_eight_bits_of_gray_as_whole_numbers_are_what_they_are():
 
 @pytest.mark.parametrize(("least", "most"), [(0, 300), (-1, 100)])
 def test_other_whole_numbers_have_no_scale(least, most):
-    with pytest.raises(PictureError, match=f"whole numbers from {least} to {most} have no scale"):
+    with pytest.raises(PictureError, match=f"numbers from {least} to {most} have no scale"):
         read_picture(Image.fromarray(np.array([[least, 100, most]], dtype="int32")))
 
 
@@ -87,7 +87,7 @@ def test_what_is_transparent_is_white(mode):
 
 
 def test_floats_have_no_scale():
-    with pytest.raises(PictureError, match="floats have no scale"):
+    with pytest.raises(PictureError, match="numbers from 0 to 1 have no scale"):
         read_picture(Image.fromarray(np.array([[0.0, 0.5, 1.0]], dtype="float32")))
 
 
