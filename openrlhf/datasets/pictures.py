@@ -51,21 +51,17 @@ def with_placeholders(
     if any(PICTURE in str(message["content"]) for message in messages):
         return [*messages]
     placed = [
-        each
-        if each["role"] == "assistant"
-        else _with_content(each, str(each["content"]).replace(TAG, PICTURE))
+        {**each, "content": each["content"].replace(TAG, PICTURE)}
+        if each["role"] != "assistant" and isinstance(each["content"], str)
+        else each
         for each in messages
     ]
     asked = next((i for i, message in enumerate(placed) if message["role"] == "user"), None)
     has_placeholders = any(PICTURE in str(message["content"]) for message in placed)
     if begins and not has_placeholders and asked is not None:
-        text = PICTURE * num_pictures + str(placed[asked]["content"])
-        placed[asked] = _with_content(placed[asked], text)
+        text = PICTURE * num_pictures + placed[asked]["content"]
+        placed[asked] = {**placed[asked], "content": text}
     return placed
-
-
-def _with_content(message: Message, text: str) -> Message:
-    return {**message, "content": text} if isinstance(message["content"], str) else message
 
 
 def undecoded(rows: Dataset, column: str) -> Dataset:
