@@ -30,6 +30,7 @@ from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.template_fields import as_parts
 from openrlhf.datasets.tokenized import (
     DIALOGUE_COLUMNS,
+    IMAGE_COLUMNS,
     PROMPT_COLUMNS,
     Row,
     RowFormat,
@@ -97,7 +98,8 @@ class PromptDataset(TokenizedDataset):
         """Return columns with a meaning for prompts that this one does not have: all columns are
         there for reward functions.
         """
-        known = {*PROMPT_COLUMNS, *DIALOGUE_COLUMNS} & {*super()._unread_columns(read)}
+        meant = {*PROMPT_COLUMNS, *DIALOGUE_COLUMNS, *IMAGE_COLUMNS}
+        known = meant & {*super()._unread_columns(read)}
         if self._format.has_agents:
             known.discard("chat_template_kwargs")
         return sorted(known)

@@ -364,14 +364,7 @@ class TokenizedDataset(ABC):
         named = " and ".join(map(repr, self._image_keys))
         pictures = f", with the images of {named}" if named else ""
         self.notices.insert(0, f"{' and '.join(map(repr, names))} read as {how}{pictures}")
-        unread = () if self._image_keys else {*IMAGE_COLUMNS} & set(self._rows.column_names)
-        for name in unread:
-            why = "the model reads no images"
-            if self._processor is not None:
-                is_text = self._format.pretrain_mode
-                why = "text is read alone" if is_text else "--max_images_per_prompt is 0"
-            self.notices.append(Caution(f"column '{name}' is not read: {why}"))
-        self._unread = self._unread_columns({*names, *ROW_COLUMNS, *self._image_keys, *unread})
+        self._unread = self._unread_columns({*names, *ROW_COLUMNS, *self._image_keys})
 
     def _unread_columns(self, read: set[str]) -> list[str]:
         """Return the columns that are not read, in their order."""
@@ -737,7 +730,7 @@ class TokenizedDataset(ABC):
         num_rows, form = len(self._rows), self._format
         fields = {name for names in set(self._per_row["unread"]) for name in names.splitlines()}
         if unread := [*map(repr, self._unread), *sorted(fields)]:
-            has_meaning = {*PROMPT_COLUMNS, *DIALOGUE_COLUMNS} & {*self._unread}
+            has_meaning = {*PROMPT_COLUMNS, *DIALOGUE_COLUMNS, *IMAGE_COLUMNS} & {*self._unread}
             told = f"not read: {', '.join(unread)}"
             self.notices.append(Caution(told) if has_meaning else told)
         if num_spelled := sum(self._per_row["is_spelled"]):
