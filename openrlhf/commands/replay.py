@@ -160,8 +160,7 @@ def step_again(
     forwards: dict[str, Forward] = forwards_of(config, groups, max(step_inputs.updates))
     if kept.computed is not None:
         forwards = {name: partial(_saved, column) for name, column in kept.computed.items()}
-    processor, kl_coef = groups["actor"].worker.image_processor, step_inputs.kl_coef
-    experience, _ = make_experience(config, forwards, kept.rollouts, kl_coef, processor)
+    experience, _ = make_experience(config, forwards, kept.rollouts, step_inputs.kl_coef)
     train = config.train
     num_updates = num_updates_per_rollout(
         len(experience.episodes), train.batch_size, train.max_epochs

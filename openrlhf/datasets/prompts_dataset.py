@@ -69,6 +69,7 @@ class PromptDataset(TokenizedDataset):
             columns={name: value for name, value in columns.items() if name not in beside},
             source=self._asked_part(row),
             images=self.images(index),
+            num_image_tokens=self._per_row["num_image_tokens"][self.row_ids[index]],
         )
 
     def _source_of(self, row: Row, row_id: int) -> str:

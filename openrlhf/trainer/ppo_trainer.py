@@ -389,9 +389,8 @@ class PPOTrainer:
             if suspect is not None:  # if it ends a rank again, nothing can be read any more
                 dump.write(says=dump.is_chosen, error=suspect.how)
             with timed("make_experience", metrics):
-                processor = self.inputs.image_processor
                 experience, noted = make_experience(
-                    self.config, self.forwards, rollouts, self.state.kl_coef, processor
+                    self.config, self.forwards, rollouts, self.state.kl_coef
                 )
             dump.take(experience)
             with timed("ppo_train", metrics):

@@ -34,6 +34,7 @@ class PromptRecord:
     columns: dict[str, object] = field(default_factory=dict)  # the row's other columns
     source: object = None  # the prompt as its row has it: text, or messages
     images: tuple[Picture, ...] = ()  # each has its run of placeholders in the token ids
+    num_image_tokens: int = 0  # of all placeholders
 
     @property
     def of_samples(self) -> dict[str, Any]:
@@ -45,6 +46,7 @@ class PromptRecord:
             "columns": self.columns,
             "source_prompt": self.source,
             "images": self.images,
+            "num_image_tokens": self.num_image_tokens,
         }
 
 
@@ -82,6 +84,7 @@ class Rollout:
         default_factory=dict
     )  # what the reward source noted besides
     images: tuple[Picture, ...] = ()  # whose placeholders `token_ids` have, in order
+    num_image_tokens: int = 0  # of all placeholders
 
     @property
     def num_actions(self) -> int:

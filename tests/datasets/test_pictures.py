@@ -198,7 +198,8 @@ def test_a_prompt_carries_its_pictures_and_not_their_column(model, folder):
     parts = [part(image=str(folder / "wide.png")), words("what?")]
     row = {"prompt": [{"role": "user", "content": parts}], "answer": "4", "images": None}
     record = data_set(model, [row], PromptDataset, label_key="answer")[0]
-    assert record.prompt_token_ids.count(PAD) == 2 and record.columns == {"answer": "4"}
+    assert record.prompt_token_ids.count(PAD) == record.num_image_tokens == 2
+    assert record.of_samples["num_image_tokens"] == 2 and record.columns == {"answer": "4"}
     assert [(image.width, image.height) for image in record.images] == [(56, 28)]
     assert record.source == [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}

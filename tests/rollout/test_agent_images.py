@@ -145,7 +145,8 @@ def act(model, processor, folder, code, images=(WIDE,)):
         rollouts = agents.generate_samples([prompt], sampling, tag="step1").rollouts
     assert largest_gap(model, rollouts, 1.0, processor) < 1e-5
     for rollout in rollouts:
-        processor.placeholders(rollout.token_ids.tolist(), rollout.images)  # each has its places
+        places = processor.placeholders(rollout.token_ids.tolist(), rollout.images)
+        assert sum(map(len, places)) == rollout.num_image_tokens  # each has its own
     return rollouts
 
 

@@ -200,7 +200,7 @@ class AgentEpisodes:
     def __init__(
         self, setup: AgentSetup, engines: Sequence[SamplingEngine], policy: FailurePolicy
     ) -> None:
-        self.tokenizer = setup.tokenizer
+        self.tokenizer, self.image_processor = setup.tokenizer, setup.image_processor
         self.policy = policy
         self.may_mix = setup.may_mix
         sample = Dispatcher(engines, may_mix=setup.may_mix).sample
@@ -282,6 +282,7 @@ class AgentEpisodes:
         objects in all of them.
         """
         own = {image.sha256: image for image in prompt.images}
+        pad = None if self.image_processor is None else self.image_processor.image_token_id
         return [
             Rollout(
                 sample_id=f"{sample_id}#{index}" if index else sample_id,
@@ -297,7 +298,8 @@ class AgentEpisodes:
                 else prompt.prompt_text,
                 response_text=self._text(segment, segment.num_prompt_tokens, None),
                 **prompt.of_samples
-                | {"images": tuple(own.get(image.sha256, image) for image in segment.images)},
+                | {"images": tuple(own.get(image.sha256, image) for image in segment.images)}
+                | {"num_image_tokens": segment.token_ids.count(pad)},  # type: ignore[arg-type]
                 reward=result.reward,
                 score=result.score,
                 extra_logs=result.extra_logs,

@@ -17,7 +17,6 @@ from torch import Tensor
 from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.algorithms.tokens import segment_mean, segment_sum
 from openrlhf.trainer.ppo_utils.samples import SAMPLE, Samples, SampleShare
-from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.rollout import Rollout
 
 BLOCK = 256  # samples
@@ -38,16 +37,9 @@ class Experience(Samples):
     pieces: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def from_rollouts(
-        cls, rollouts: Sequence[Rollout], processor: ImageProcessor | None = None
-    ) -> "Experience":
-        """Return scored rollouts, each with a finite reward, as a batch in pieces. `processor` is
-        that of a policy that sees images.
-        """
-        costs_B = lengths_B = torch.tensor([r.token_ids.numel() for r in rollouts])
-        if processor is not None:
-            is_image = (r.token_ids == processor.image_token_id for r in rollouts)
-            costs_B = lengths_B + torch.tensor([int(each.sum()) for each in is_image])
+    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "Experience":
+        """Return scored rollouts, each with a finite reward, as a batch in pieces."""
+        lengths_B = torch.tensor([r.token_ids.numel() for r in rollouts])
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
         names = [r.episode_id or index for index, r in enumerate(rollouts)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -55,7 +47,7 @@ class Experience(Samples):
         return cls(
             seq_lengths=lengths_B,
             num_actions=torch.tensor([r.logprobs.numel() for r in rollouts]),
-            costs=costs_B,
+            costs=lengths_B + torch.tensor([r.num_image_tokens for r in rollouts]),
             group_ids=torch.tensor([r.group_id for r in rollouts]),
             episode_ids=torch.tensor([numbers[name] for name in names]),
             rewards=rewards,

@@ -24,7 +24,6 @@ from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import Forward, run_forwards
 from openrlhf.utils.console import warn_once
-from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.own_functions import ESTIMATOR, find_function
 from openrlhf.utils.rollout import Rollout
@@ -35,15 +34,13 @@ def make_experience(
     forwards: Mapping[str, Forward],
     rollouts: Sequence[Rollout],
     kl_coef: float,
-    processor: ImageProcessor | None = None,
 ) -> tuple[Experience, Metrics]:
     """Return experience with advantages and returns, and the metrics of the batch; raise
     NumericsError for numbers that are not finite.
 
-    `forwards` are those that are needed, by column: old_logprobs, values, ref_logprobs; `processor`
-    is that of a policy that sees images.
+    `forwards` are those that are needed, by column: old_logprobs, values, ref_logprobs.
     """
-    experience = Experience.from_rollouts(rollouts, processor)
+    experience = Experience.from_rollouts(rollouts)
     in_turn = any(config.colocated_groups())  # two at once would not fit, and wait for each other
     columns = run_forwards(forwards, experience, in_turn=in_turn)
     for name, column in columns.items():
@@ -84,13 +81,12 @@ class RemoteExperienceMaker:
 
     config: PPOConfig
     forwards: Mapping[str, Forward]
-    processor: ImageProcessor | None = None
 
     def make_experience_batch(
         self, rollouts: Sequence[Rollout], kl_coef: float
     ) -> tuple[Experience, Metrics]:
         """Return experience and metrics as `make_experience` does."""
-        return make_experience(self.config, self.forwards, rollouts, kl_coef, self.processor)
+        return make_experience(self.config, self.forwards, rollouts, kl_coef)
 
 
 def estimator_of(config: AdvantageConfig) -> AdvantageEstimator:
