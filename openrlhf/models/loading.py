@@ -61,11 +61,6 @@ OPENRLHF_CLASSES = frozenset(("RewardModel", "CriticModel"))
 # Keys without a place in a value model with a fresh head, and those of the head.
 LANGUAGE_HEADS = rf"(lm_head|embed_out|output)(\.|$)|{HEAD}\.weight$"
 DEFAULTS: Any = SimpleNamespace(ds=DeepSpeedConfig(), trust_remote_code=False)
-# Settings, by the last part of their names, of pictures alone.
-OF_PICTURES = (
-    *("image_key", "max_images_per_prompt", "image_min_pixels", "image_max_pixels"),
-    "freeze_visual_encoder",
-)
 # Families that read more than text.
 OF_OTHER_MEDIA = frozenset(
     {
@@ -170,7 +165,7 @@ def image_processor_of(
             max_pixels=command.data.image_max_pixels,
             trust_remote_code=command.trust_remote_code,
         )
-    leaves = (each for each in walk(type(command)) if each.path.rpartition(".")[2] in OF_PICTURES)
+    leaves = (each for each in walk(type(command)) if re.search("image|visual", each.path))
     used = [leaf.flag for leaf in leaves if value_at(command, leaf.path)]
     if used:
         raise ConfigError(

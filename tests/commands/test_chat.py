@@ -256,5 +256,5 @@ def test_a_picture_that_does_not_fit_costs_a_line_and_reset_forgets_those_of_the
 @pytest.mark.parametrize("flags", [["--apply_chat_template"], []])
 def test_a_picture_that_cannot_be_shown_is_refused(tiny_model_dir, flags):
     words = ["--pretrain", str(tiny_model_dir), "--image", "a.png", *flags]
-    with pytest.raises(ConfigError, match=r"--image a\.png: only a model that reads images"):
+    with pytest.raises(ConfigError, match=r"--image: .* reads no images"):
         Chat(parse_config(ChatConfig, words).config)
