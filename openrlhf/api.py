@@ -7,7 +7,7 @@ with a line for each problem. Examples: docs/python-api.md.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from openrlhf.cli.runner import start_problems
-from openrlhf.config.cli import ConfigT, flag_table, parse_config, read_config
+from openrlhf.config.cli import ConfigT, flag_table, leaves, parse_config, read_config
 from openrlhf.config.evaluation import EvaluateConfig
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.local_paths import path_notices
@@ -103,7 +103,7 @@ class Method(Generic[ConfigT]):
     def _with_paths(self, settings: dict[str, object]) -> dict[str, object]:
         """Return settings with the paths of files for objects; those are beside the run folder."""
         table = flag_table(self.config_class)
-        settings = dict(_settings_in(settings, table))
+        settings = dict(leaves(settings, whole=table))
         objects = {
             name: value
             for name, value in settings.items()
@@ -127,18 +127,6 @@ class Method(Generic[ConfigT]):
                 "the config with them."
             )
         return self.config(**settings) if config is None else config
-
-
-def _settings_in(
-    section: Mapping[str, object], known: Mapping[str, Any], above: str = ""
-) -> Iterator[tuple[str, object]]:
-    """Yield the settings of sections that are dicts, by their dotted names."""
-    for name, value in section.items():
-        path = f"{above}{name}"
-        if isinstance(value, Mapping) and path not in known:
-            yield from _settings_in(value, known, f"{path}.")
-        else:
-            yield path, value
 
 
 class Supervised(Method[ConfigT]):
@@ -279,3 +267,10 @@ kd = Supervised[KDConfig]("kd")
 ppo = Reinforcement("openrlhf.commands.train_rl:run_ppo_ray")
 ppo_local = Reinforcement("openrlhf.commands.train_rl:run_ppo_local")
 evaluate = Evaluating(EvaluateConfig)
+
+
+def __getattr__(name: str) -> Supervised[Any]:
+    """Return any other supervised method of the register."""
+    if name not in METHODS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return Supervised(name)

@@ -145,16 +145,16 @@ class MachineError(OpenRLHFError):
     exit_code = 3
 
 
+NO_MEMORY = ("out of memory", "DefaultCPUAllocator")  # what torch says
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 def machine_fault(error: BaseException) -> MachineError | None:
     """Return an error of the system as one of the machine, if it says that something ran out."""
-    # torch's errors, which is not imported here.
-    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY):
         return MachineError(
-            f"{first_line(error)} Type a smaller micro-batch, --gradient_checkpointing or "
-            '--zero_stage 3: "Out of memory" in docs/troubleshooting.md has more ways.'
+            f"{first_line(error).rstrip('.')}. Make batches smaller, or take another way that "
+            '"Out of memory" in docs/troubleshooting.md names.'
         )
     if not isinstance(error, OSError) or error.errno not in NO_ROOM:
         return None

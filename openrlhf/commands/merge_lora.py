@@ -1,4 +1,4 @@
-"""lora_combiner: an adapter merged into its base, written as a model of its own.
+"""`openrlhf merge-lora`: an adapter merged into its base, written as a model of its own.
 
 The merging itself and the format of the folder are others' business.
 """

@@ -1,4 +1,4 @@
-"""serve_rm: reward models behind HTTP. POST /get_reward, GET /health, GET /ready.
+"""`openrlhf serve-rm`: reward models behind HTTP. POST /get_reward, GET /health, GET /ready.
 
 Who may ask is decided from the headers, before a byte of the body is read; who does not send them
 in time, or holds many connections, is hung up on. Whatever is refused is a JSON object {error,
@@ -156,7 +156,7 @@ class ServedModel:
         return [cut(ids, limit) for ids in rows], [len(ids) > limit for ids in rows]
 
     def _ids(self, text: str, prompt: str) -> list[int]:
-        """Return the token ids of a text: of one that begins with its prompt, both parts'."""
+        """Return the token ids of a text; if it begins with its prompt, of each part by itself."""
         start = len(prompt) if text.startswith(prompt) else 0
         parts = [self._encoder.plain(part) for part in (text[:start], text[start:])]
         prompt_ids, rest_ids = self._encoder.encode_segments(parts)

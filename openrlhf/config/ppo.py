@@ -486,9 +486,10 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         }
         for flag, (low, high) in ((f, pair) for f, pair in ranges.items() if pair is not None):
             if low >= high:
-                yield f"{flag} {low:g} {high:g} is no range. Type {flag} {high:g} {low:g}."
-        clip = self.actor.eps_clip_low_high
-        if clip is not None and min(clip) <= 0:
+                known = f"{high:g} {low:g}" if low > high else "LOW HIGH, two numbers"
+                yield f"{flag} {low:g} {high:g} is no range. Type {flag} {known}."
+        clip, is_cispo = self.actor.eps_clip_low_high, self.actor.policy_loss_type == "cispo"
+        if clip is not None and min(clip[is_cispo:]) <= 0:  # CISPO reads the second alone
             yield (
                 f"--eps_clip_low_high {clip[0]:g} {clip[1]:g}: distances from the ratio 1. "
                 "Type numbers above 0: --eps_clip_low_high 0.2 0.28."
@@ -599,7 +600,8 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         yield "--dual_clip", "actor.dual_clip", of_loss, is_smooth
         yield "--eps_clip", "actor.eps_clip", of_loss, loss == "sapo"
         yield "--eps_clip_low_high", "actor.eps_clip_low_high", of_loss, loss == "sapo"
-        yield "--loss_aggregation", "algo.loss_aggregation", of_loss, loss == "gspo"
+        is_unread = loss == "gspo" and not self.has_critic
+        yield "--loss_aggregation", "algo.loss_aggregation", of_loss, is_unread
         of_critic = {
             "--lambd": "algo.advantage.lambd",
             "--critic_learning_rate": "critic.adam.lr",

@@ -174,9 +174,26 @@ def ends_each_turn(encoder: TextEncoder) -> bool:
         rendered = render_dialogue(encoder, [question, answer, question, answer])
     except (RowError, ConfigError):  # rows say what is refused
         return True
-    (start, end), *others = rendered.spans
+    if len(rendered.spans) < 2:
+        return True
+    start, end = rendered.spans[0]
     [ids] = encoder.encode_segments([rendered.text[start:end]])
-    return not others or ids[-1] in encoder.end_ids
+    return ids[-1] in encoder.end_ids
+
+
+def rewrites_turns(encoder: TextEncoder) -> bool:
+    """Return True if the chat template writes an earlier turn of the assistant in another way than
+    a last one, and marks no turns: its tokens cannot be told apart.
+    """
+    question: Message = {"role": "user", "content": "QUESTION"}
+    answer: Message = {"role": "assistant", "content": "ANSWER"}
+    try:
+        render_dialogue(encoder, [question, answer, question, answer])
+    except ConfigError:
+        return True
+    except RowError:  # of this dialogue alone
+        return False
+    return False
 
 
 def wrap_input(value: Any, template: str) -> Any:

@@ -483,8 +483,8 @@ def _load_records(path: Path) -> Dataset:
         return Dataset.from_dict({})
     # One object of several columns would give the table, as it is cached, another fingerprint.
     features = Features({n: Value("string") if is_csv else ExactJson() for n in columns})
-    # They decide where it is cached: bytes, for size and time of a file survive `cp -p` and
-    # archives, and this code. The file was read whole above, which takes longer than its hash.
+    # The place in the cache follows from these. A hash, for another file may have the same size and
+    # time (`cp -p`, archives); the file was read whole above, which takes longer.
     version = {"path": path, "sha256": _sha256(path), "code": _sha256(Path(__file__))}
     rows = Dataset.from_generator(_exact_rows, features=features, gen_kwargs=version)
     _describe(rows, (str(path), num_rows, None, damaged))

@@ -158,8 +158,8 @@ class PromptDataset(TokenizedDataset):
 
 
 def _steady_text(value: object) -> str:
-    """Return a text of what JSON cannot hold that is the same in every process: none has the
-    address of an object.
+    """Return a text for a value that JSON cannot hold. It is the same in every process: the text of
+    most objects has their address, so their type stands for them.
     """
     is_plain = isinstance(value, (date, time, timedelta, Decimal, bytes))
     return str(value) if is_plain else type(value).__name__

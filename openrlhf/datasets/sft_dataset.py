@@ -21,6 +21,7 @@ from openrlhf.datasets.chat import (
     fill_template,
     plain_text,
     render_dialogue,
+    rewrites_turns,
     to_messages,
     without_answer,
 )
@@ -109,6 +110,12 @@ class SFTDataset(TokenizedDataset):
             raise ConfigError(
                 "--multiturn finds turns in a chat template. Add --apply_chat_template."
             )
+        has_turns = self.output_column == COMPLETION and holds_dialogues(rows, COMPLETION)
+        self._learns_turns = not (is_chat and has_turns and rewrites_turns(self._encoder))
+        if not (self._learns_turns or form.multiturn):
+            told = "of a completion of several messages only the last one is learnt, as the chat "
+            told += "template rewrites earlier ones. Give one with {% generation %} markers with "
+            self.notices.append(Caution(f"{told}--tokenizer_chat_template"))
         if form.multiturn and not ends_each_turn(self._encoder):
             told = "the chat template writes no end token behind earlier turns, so only the last "
             told += "turn of a row teaches to stop. Give one that ends each turn with "
@@ -144,7 +151,7 @@ class SFTDataset(TokenizedDataset):
         if not any(message["role"] == "assistant" for message in messages):
             raise LeftOutError("no assistant turn")
         first = 0 if form.multiturn else len(messages) - 1
-        if answer == COMPLETION and not isinstance(row[answer], str):
+        if answer == COMPLETION and not isinstance(row[answer], str) and self._learns_turns:
             first = num_asked  # such a completion is learnt whole, as its format means it
         told = self._told(row)
         return render_dialogue(self._encoder, messages, first=first, is_cut=is_cut, **told)

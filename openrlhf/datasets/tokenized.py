@@ -627,8 +627,9 @@ class TokenizedDataset(ABC):
         return [*(value for value in found if value is not None), *left]
 
     def _picture_files(self) -> Iterator[tuple[object, ...]]:
-        """Yield size and time of each file of pictures, that of its last change, which nobody can
-        set: tokens of another are none of this."""
+        """Yield the size of each file of pictures, and the time of its last change, which cannot be
+        set: the tokens of another file are not those of this one.
+        """
         for row_id, row in enumerate(self._rows if self._reads_images else ()):
             with suppress(RowError):  # is told where the row is tokenised
                 for value in self._picture_values(self.read(row)):

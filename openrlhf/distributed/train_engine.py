@@ -458,7 +458,7 @@ def _load_parts(engine: "DeepSpeedEngine", folder: Path) -> None:
 
 def _files_with_parts(engine: "DeepSpeedEngine", folder: Path) -> list[dict[str, dict[str, Any]]]:
     """Return the content of the rank's own file, if it has the parts that this rank optimizes, or
-    else of the files of all ranks: of a thousand ranks, each would open a thousand files.
+    else that of all files. If every rank read them all, a thousand ranks would open a million.
     """
     own = folder / _file_name(engine)
     if own.exists():

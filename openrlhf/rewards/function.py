@@ -208,8 +208,9 @@ class UserFunctions:
             return result.rewards, result
         numbers = optional_numbers(answer, part.source, batch)
         said = {"rewards": [0.0] * len(batch), "extra_logs": logs, "extra_columns": columns}
-        if _verl_names(part.function) == ROW_NAMES and None not in logs.get(ACCURACY, (None,)):
-            said["scores"] = logs[ACCURACY]
+        if _verl_names(part.function) == ROW_NAMES:
+            found = zip(logs.get(ACCURACY, [None] * len(batch)), numbers, strict=True)
+            said["scores"] = [(number or 0.0) if acc is None else acc for acc, number in found]
         return numbers, checked_result(said, batch=batch, source=part.source)
 
     def _call(self, part: WeightedFunction, **arguments: object) -> object:

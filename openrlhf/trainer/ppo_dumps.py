@@ -32,6 +32,7 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout, fields_of
 from openrlhf.utils.rollout_files import images_of
 from openrlhf.utils.run_folder import IMAGES
+from openrlhf.utils.threads import IN_CALLS
 
 STEP_FILE, SAMPLES_FILE = "step.json", "samples.pt"
 # Columns of an experience that models computed, and that advantages are made of.
@@ -48,13 +49,14 @@ class RankFailure:
     """
 
     step: int
-    how: str  # without the numbers, which are others the next time
+    how: str  # without numbers and calls, which are others the next time
     sample_ids: tuple[str, ...]
 
     @classmethod
     def of(cls, why: LostRankError, step: int, rollouts: Sequence[Rollout]) -> "RankFailure":
         """Return the failure of a rank in a step of these samples."""
-        how = re.sub(r"\b[0-9a-f]{8,}\b|\d+", "", str(why).partition(END_OF_LOG)[0])
+        said = str(why).partition(END_OF_LOG)[0].partition(IN_CALLS)[0]
+        how = re.sub(r"\b[0-9a-f]{8,}\b|\d+", "", said)
         return cls(step, how, tuple(rollout.sample_id for rollout in rollouts))
 
     def is_of(self, step: int, rollouts: Sequence[Rollout]) -> bool:

@@ -26,17 +26,27 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ConfigError(
-            f"The adapter at {path} does not say what it was trained on. Merge it into its base: "
+            f"{path} holds an adapter that does not say what it was trained on. Merge it: "
             f"{merge_command(path, 'BASE')}"
         )
     return base
 
 
+def with_bases(path: str) -> list[str]:
+    """Return the path and, of an adapter, the adapters that it was trained on and the model below
+    them. Raises ConfigError where one of them is its own base.
+    """
+    found = [path]
+    while (base := base_of_adapter(found[-1])) is not None:
+        if base in found:
+            raise ConfigError(f"{base} holds an adapter that is its own base. Copy it again.")
+        found.append(base)
+    return found
+
+
 def whole_model(path: str) -> str:
     """Return the path, or that of the model below an adapter and those that it was trained on."""
-    while (base := base_of_adapter(path)) is not None:
-        path = base
-    return path
+    return with_bases(path)[-1]
 
 
 def is_reward_adapter(path: str | os.PathLike[str]) -> bool:

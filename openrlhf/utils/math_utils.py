@@ -20,12 +20,17 @@ ANNOUNCED = re.compile(
     r"|\b(?:answers?|solutions?)\b(?:(?!not\b|n['’]t)[^.\n:=]|\.\d){0,60}?(?:\bis\b|\bare\b|\bbe\b|[:：=]|\n)",
     re.IGNORECASE,
 )
-# Behind an answer that it takes back.
+# Behind an answer: that it may be taken back, and what is said in its place.
 TAKEN_BACK = re.compile(
     r"[.!?,;:\n]\s*(?:but |oh,? |no,? |hmm,? )*"
-    r"(?:wait\b|no[,.]|actually\b|correction\b|sorry\b|oops\b"
-    r"|on second thought|that(?:['’]s| is| was) (?:wrong|incorrect|not (?:right|correct))"
+    r"(?:wait\b|no(?=[,.])|actually\b|correction\b|oops\b|on second thought"
+    r"|that(?:['’]s| is| was) (?:wrong|incorrect|not (?:right|correct))"
     r"|I (?:made a mistake|was wrong))",
+    re.IGNORECASE,
+)
+CLAIM = re.compile(
+    r"(?:(?<=no),?|(?<=wait)[,:]|(?<=actually),?|(?<=correction):|\b(?:it|that|this)(?:['’]s| is)"
+    r"|\b(?:should|must) be|\bmake that)\s+(?=[-+$\\(]*\d|\\|\(?(?-i:[A-J])\b(?!['’]))",
     re.IGNORECASE,
 )
 SENTENCE = re.compile(  # which does not end within J. K. Rowling or (B) A. Lincoln
@@ -163,8 +168,8 @@ def final_answers(text: str) -> tuple[bool, list[str]]:
     text = DISPLAY.sub(lambda found: found[0].replace("\n", " "), text)
     sentences = [part.strip() for part in SENTENCE.split(text) if part and part.strip()][::-1]
     announced = list(ANNOUNCED.finditer(text))
-    if announced and TAKEN_BACK.search(text, announced[-1].end()):
-        announced = []
+    if announced and (back := TAKEN_BACK.search(text, announced[-1].end())):
+        announced = list(CLAIM.finditer(text, back.end())) or announced
     sentences = [sentence for sentence in sentences if not sentence.endswith(("?", "？"))]
     if announced:
         said = text[announced[-1].end() :].lstrip(" \n\t:：=")

@@ -22,6 +22,7 @@ OMP_PAUSE_SOFT = 1  # omp_pause_resource_t of OpenMP 5.0
 IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 CLOSE_S = 10.0  # until a call that does not end is left behind
 NUM_CALLS = 6  # of a stack that are named
+IN_CALLS = ", stuck in "  # before them, in a message
 NICE = 10  # a tenth of a core that others want
 
 Call = Callable[[], None]

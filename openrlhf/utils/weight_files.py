@@ -11,7 +11,7 @@ from typing import Any
 from openrlhf.config.base import CommandConfig
 from openrlhf.config.local_paths import named_things
 from openrlhf.errors import ConfigError
-from openrlhf.utils.adapter_folder import whole_model
+from openrlhf.utils.adapter_folder import with_bases
 
 KINDS = ("model", "models", "runs")  # of what a flag names
 INDEX = "model.safetensors.index.json"
@@ -30,7 +30,7 @@ def weight_problems(config: CommandConfig) -> Iterator[str]:
     for option, opens, names in named_things(config):
         for folder in (Path(name).expanduser() for name in names if opens in KINDS):
             try:
-                for part in {folder, Path(whole_model(str(folder)))}:
+                for part in map(Path, with_bases(str(folder))):
                     _check_index(part)
                     _check_layers(part)
                     _check_files(part)

@@ -25,6 +25,11 @@ def test_a_method_is_a_function_of_python_under_its_own_name(name: str) -> None:
     assert getattr(api, name).method is METHODS[name]
 
 
+def test_an_unknown_name_is_none_of_the_functions() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        api.nothing  # noqa: B018 - it is to be looked up
+
+
 def test_an_entry_makes_a_method_a_command_that_checks_trains_and_reports(
     tiny_model_dir: Path,
     tmp_path: Path,
@@ -48,3 +53,4 @@ def test_an_entry_makes_a_method_a_command_that_checks_trains_and_reports(
     assert all(record["focal_loss"] == pytest.approx(record["gpt_loss"]) for record in records)
     [run] = read_runs([tmp_path / "run"])
     assert run.command is FocalConfig
+    assert api.focal.config(pretrain="m", dataset="d").model.focal_power == 2.0

@@ -208,7 +208,11 @@ def test_what_is_missing_is_named(config_class, missing):
         ("--policy_loss_type sapo --dual_clip 3", False),
         ("--policy_loss_type cispo --dual_clip 3", False),
         ("--policy_loss_type sapo --eps_clip 0.3", False),
-        ("--policy_loss_type gspo --eps_clip 0.1 --loss_aggregation seq_mean", False),
+        (
+            "--policy_loss_type gspo --eps_clip 0.1 --loss_aggregation seq_mean "
+            "--advantage_estimator reinforce",
+            False,
+        ),
         ("--advantage_estimator reinforce --lambd 0.9", False),
         ("--advantage_estimator reinforce --critic_learning_rate 1e-5", False),
         ("--init_kl_coef 0 --kl_target 6", False),
@@ -217,6 +221,27 @@ def test_what_is_missing_is_named(config_class, missing):
 )
 def test_a_notice_is_a_caution_only_where_something_is_at_stake(line, is_caution):
     assert [isinstance(notice, Caution) for notice in notices(PPOConfig, line)] == [is_caution]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--reward_clip_range 10 -10", " is no range. Type --reward_clip_range -10 10."),
+        ("--reward_clip_range 1 1", " is no range. Type --reward_clip_range LOW HIGH"),
+        ("--is_correction_threshold 5 0.5", " is no range. Type --is_correction_threshold 0.5 5."),
+        ("--dynamic_filtering_reward_range 1 0", " is no range. Type --dynamic_filtering"),
+        ("--eps_clip_low_high -0.2 0.2", ": distances from the ratio 1. Type numbers above 0"),
+        ("--eps_clip_low_high 0 0", ": distances from the ratio 1. Type numbers above 0"),
+    ],
+)
+def test_pairs_of_numbers_are_ranges(line, expected):
+    [problem] = problems(PPOConfig, f"{NEEDS[PPOConfig]} {line}")
+    assert problem.startswith(line + expected)
+
+
+def test_cispo_reads_the_upper_distance_alone():
+    line = "--policy_loss_type cispo --eps_clip_low_high 0 4"
+    assert notices(PPOConfig, line) == []
 
 
 def test_a_setting_that_others_switch_off_is_named():

@@ -96,6 +96,19 @@ def test_all_answers_of_a_completion_are_learnt_and_none_of_its_prompt(tokenizer
     assert shown(tokenizer, labelled)[1] == "d<|end|>f<|end|>"
 
 
+def test_the_last_answer_of_a_completion_is_learnt_where_a_template_rewrites_others(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if loop.last and m.role == 'assistant' %}#{% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [message("assistant", "d"), message("user", "e"), message("assistant", "f")]
+    data = examples(tokenizer, [{"prompt": [message("user", "a")], "completion": turns}])
+    assert shown(tokenizer, data)[1] == "#f<|end|>"
+    told = "of a completion of several messages only the last one is learnt"
+    assert any(line.startswith(told) for line in data.notices)
+
+
 def test_a_template_without_an_end_marker_gets_the_eos(tokenizer):
     tokenizer.chat_template = BARE
     rows = [{"input": "hi", "output": "yo"}]

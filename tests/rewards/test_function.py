@@ -269,7 +269,9 @@ def test_the_accuracy_beside_verls_score_is_the_score_of_a_sample(tmp_path):
     result = reward_from(tmp_path, code.lstrip()).answer(verl_batch())
     assert (result.rewards, result.scores) == ([1.0, -1.0], [1.0, 0.0])
     plain = code.replace(', "acc": is_right', "")
-    assert reward_from(tmp_path, plain.lstrip()).answer(verl_batch()).scores is None
+    assert reward_from(tmp_path, plain.lstrip()).answer(verl_batch()).scores == [1.0, -1.0]
+    mixed = code.replace("return {", "return -1.0 if not is_right else {")
+    assert reward_from(tmp_path, mixed.lstrip()).answer(verl_batch()).scores == [1.0, -1.0]
 
 
 def test_truths_of_verls_rows_are_read_without_a_label_key(tmp_path):

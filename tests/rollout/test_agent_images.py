@@ -171,8 +171,11 @@ def test_an_image_that_the_first_question_leaves_out_is_none_of_the_episode(
         assert colours == [(0, 0, 80), (0, 0, 160)]
 
 
-def test_tokens_that_leave_open_which_images_they_show_are_refused(model, processor, tmp_path):
-    rollouts = act(model, processor, tmp_path, BRANCHES)
+@pytest.mark.parametrize("start", ["start", "llm_engine.encode_prompt(prompt)"])
+def test_tokens_that_leave_open_which_images_they_show_are_refused(
+    model, processor, tmp_path, start
+):
+    rollouts = act(model, processor, tmp_path, BRANCHES.replace("start +", f"{start} +"))
     assert [rollout.reward for rollout in rollouts] == [2.0, 2.0]
 
 

@@ -201,6 +201,7 @@ class FailingDevice:
         (torch.AcceleratorError("CUDA error: an illegal memory access"), LostRankError, "its dev"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), LostRankError, "its device"),
         (torch.OutOfMemoryError("CUDA out of memory."), torch.OutOfMemoryError, "CUDA out"),
+        (torch.AcceleratorError("CUDA error: out of memory"), torch.AcceleratorError, "CUDA er"),
         (RuntimeError("a bug"), RuntimeError, "a bug"),
     ],
 )
@@ -209,12 +210,15 @@ def test_a_rank_whose_device_fails_is_lost(error, raised, said) -> None:
     rank = launcher.RankActor(FailingDevice)
     with pytest.raises(raised, match=said):
         rank.run("fit")
+    with pytest.raises(type(error)):  # a start that fails is no loss
+        rank.run("init_model")
 
 
 @pytest.mark.parametrize(
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
@@ -223,5 +227,5 @@ def test_a_rank_without_memory_says_what_to_type(error, monkeypatch) -> None:
         raise ray.exceptions.RayTaskError("fit", "Traceback …", error).as_instanceof_cause()
 
     monkeypatch.setattr(launcher.ray, "get", get)
-    with pytest.raises(MachineError, match=r"^actor rank 0: .*memory.* Type a smaller micro-batch"):
+    with pytest.raises(MachineError, match=r"^actor rank 0: .*memory.*\. Make batches smaller"):
         launcher.get(None, "actor rank 0", 1.0)

@@ -103,6 +103,14 @@ def test_the_index_of_an_adapters_base_does_not_lead_out_either(
         assert f"{index} names a file outside of its folder: ../outside" in refusal(folder, refuse)
 
 
+def test_an_adapter_that_is_its_own_base_is_one_line(tmp_path: Path, refuse) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(adapter)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    assert f"{adapter} holds an adapter that is its own base." in refusal(adapter, refuse)
+
+
 @pytest.mark.parametrize("names", [{"x": 5}, {"x": None}, {"x": "a", "y": 1}, ["a.safetensors"]])
 def test_an_index_that_names_no_files_is_one_line(model: Path, refuse, names: object) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))

@@ -157,6 +157,7 @@ class Episode:
         self.answers: list[object] = []  # put into the result queue
         self.engine_error: EngineError | None = None  # ends the run, whatever user code makes of it
         self.images = [*request.prompt.images]  # whose placeholders prompts may have, in order
+        self.has_joined = False  # True once there are images of feedback among them
         self.sessions: list[object] = []  # of clients; they live as long as the episode
         self.num_requests = 0
         self.is_closed = False
@@ -336,7 +337,9 @@ class TextCodec:
         if text == prompt.prompt_text:
             return list(prompt.prompt_token_ids), [*prompt.images]
         ids = self.encoder.encode_prompt(text)
-        shown = episode.images[: self.num_placeholders(ids)]
+        # What feedback has added may stand in a prompt that is not the first.
+        images = episode.images if episode.has_joined else prompt.images
+        shown = [*images[: self.num_placeholders(ids)]]
         return self.expanded(ids, shown), shown
 
     def prompt_ids(self, text: str, episode: Episode) -> list[int]:
@@ -497,7 +500,7 @@ class AgentEngine:
         """
         episode = current_episode()
         ids, shown = self._codec.encode_prompt(text, episode)
-        if not episode.num_requests:
+        if not (episode.num_requests or episode.has_joined):
             episode.images = shown
         return ids
 
@@ -509,6 +512,7 @@ class AgentEngine:
         ids = self._codec.encode_continuation(text, pictures)
         if pictures:
             current_episode().images += pictures
+            current_episode().has_joined = True
         return ids
 
     def open_session(self, sampling_params: object = None) -> OpenAISession:

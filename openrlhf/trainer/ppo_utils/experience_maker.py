@@ -62,11 +62,11 @@ def make_experience(
         raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
     experience = replace(experience, advantages=found.advantages_N, returns=found.returns_N)
     metrics = experience_metrics(experience, kl_N)
-    if num_clipped := int(found.is_clipped_B.sum()):
+    if found.is_clipped_B.any():
         low, high = config.reward.clip_range
         warn_once(
-            f"--reward_clip_range {low:g} {high:g} cuts the shaped rewards of {num_clipped} of "
-            f"{len(rollouts)} samples, and of later ones. Scale the rewards, or type a wider range."
+            f"--reward_clip_range {low:g} {high:g} cuts shaped rewards (reward_clip_ratio is their "
+            "share). Scale the rewards, or type a wider range."
         )
     metrics.add("reward_clip_ratio", found.is_clipped_B.float().mean(), weight=len(rollouts))
     return experience, metrics
@@ -111,7 +111,7 @@ def penalised_rewards(config: PPOConfig, experience: Experience) -> Tensor:
             penalty_factor=reward.overlong_penalty_factor,
         )
     if (coef := reward.stop_properly_penalty_coef) is not None:
-        if coef >= 0 and (rewards_B[experience.is_truncated] < 0).any():
+        if 0 <= coef < 1 and (rewards_B[experience.is_truncated] < 0).any():
             warn_once(
                 f"--stop_properly_penalty_coef {coef:g} raises the rewards of truncated samples "
                 "that are below 0. Type a number below 0, which replaces their rewards."

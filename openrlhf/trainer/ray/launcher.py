@@ -45,7 +45,7 @@ from openrlhf.trainer.ray.restarts import PAUSE_S, Restarts
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.trainer.workers.weight_sync import ObjectTransport
 from openrlhf.utils import stopping
-from openrlhf.utils.console import warn
+from openrlhf.utils.console import LOGGER, warn
 from openrlhf.utils.framework_logs import with_last_lines
 from openrlhf.utils.progress import Health, saying_what_is_awaited
 from openrlhf.utils.run_folder import LOGS
@@ -221,6 +221,12 @@ def _responds(address: str) -> bool:
     return True
 
 
+def _is_of_device(error: RuntimeError) -> bool:
+    """Return True for a fault of a device after which its process can compute nothing more."""
+    is_of_cuda = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+    return is_of_cuda and "out of memory" not in str(error)
+
+
 class RankActor:
     """A rank of a model in a process of its own, under the calls of its group."""
 
@@ -244,9 +250,9 @@ class RankActor:
         try:
             return self.worker.run(method, *args)
         except RuntimeError as error:
-            is_of_device = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
-            if not is_of_device or isinstance(error, torch.OutOfMemoryError):
+            if method == "init_model" or not _is_of_device(error):
                 raise
+            LOGGER.exception("the device failed in %s", method)
             raise LostRankError(f"its device failed: {first_line(error)}") from error
 
     def aside(self, method: str) -> Any:
@@ -358,6 +364,7 @@ class RayActorGroup(WorkerGroup):
                 raise
             except OpenRLHFError as error:  # memory that the dead one still holds, a taken port
                 lost = error if isinstance(error, LostRankError) else self._loss(str(error))
+                self.kill()
                 time.sleep(PAUSE_S)
             else:
                 self.is_starting = False
@@ -479,8 +486,10 @@ class RayActorGroup(WorkerGroup):
                 except LostRankError as of_peer:
                     rank, error = references.index(other), of_peer
                     break
-                except OpenRLHFError:
-                    continue
+                except OpenRLHFError as of_peer:
+                    is_effect = is_broken_collective(getattr(of_peer.__cause__, "cause", of_peer))
+                    if is_broken_collective(felt) and not is_effect:
+                        raise  # it is what this rank has felt
         if not (isinstance(error, LostRankError) or is_broken_collective(felt)):
             return None
         return self._loss(self.ended.get(rank, str(error)))

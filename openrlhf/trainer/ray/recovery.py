@@ -90,6 +90,7 @@ class EngineRecovery:
                 raise
             except OpenRLHFError as error:  # memory that the dead one still holds, a taken port
                 why = LostEngineError(str(error))
+                engine.kill()
                 self._closed.wait(PAUSE_S)
             else:
                 if self._closed.is_set():

@@ -22,7 +22,7 @@ from openrlhf.utils import stopping
 from openrlhf.utils.console import warn, warn_once
 from openrlhf.utils.framework_logs import with_last_lines
 from openrlhf.utils.progress import Advance, Health, Quiet, progress
-from openrlhf.utils.threads import errors_to
+from openrlhf.utils.threads import IN_CALLS, errors_to
 from openrlhf.utils.worker_process import is_stopped
 
 ASK_EVERY_S = 2.0
@@ -292,5 +292,5 @@ class Watch:
         culprit = overdue if not overdue.is_responding else next(iter(silent), overdue)
         limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
         where = culprit.where() if culprit.is_responding else ""
-        why = f"{culprit.describe()}{where and f', in {where}'}, and was ended ({limit})"
+        why = f"{culprit.describe()}{where and f'{IN_CALLS}{where}'}, and was ended ({limit})"
         self.failure = culprit.end(EngineError(with_last_lines(why, culprit.log)))

@@ -106,7 +106,7 @@ class PolicyModelActor(TrainedWorker):
     ) -> UpdateResult:
         actor = self.config.actor
         has_kl_loss = self.config.algo.kl.use_loss and any(step.kl_coef > 0 for step in steps)
-        is_own = ":" in actor.policy_loss_type  # and may not be 0 where the advantage is
+        is_own = ":" in actor.policy_loss_type  # its loss need not be 0 where the advantage is
         # With the coefficient 0 the entropy is a metric, and one of all samples.
         has_others = actor.entropy_coef is not None or actor.aux_loss_coef > 0
         if not (has_kl_loss or has_others or is_own):
