@@ -28,7 +28,7 @@ train() {
     if [[ $METHODS != *" $2 "* ]]; then return; fi
     models=$models,$OUT/$2
     if [ -e "$OUT/$2/config.json" ]; then return; fi
-    python -m openrlhf.cli.main "$1" --pretrain "$MODEL" --param_dtype bf16 \
+    python -m openrlhf.cli.main "$1" --pretrain "$MODEL" --param_dtype bf16 --export_fp32 \
         --apply_chat_template --max_len 128 --train_batch_size 64 --micro_train_batch_size 32 \
         --seed "${SEED:-0}" --save_path "$OUT/$2" "${@:3}"
 }

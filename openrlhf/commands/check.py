@@ -432,11 +432,10 @@ class Plan:
     def check_disk(self, exported: Shape) -> None:
         """Say what is written and where; note a model that has no room."""
         config, ckpt = self.config, self.config.ckpt
-        num_copies = 2 if config.exports_average else 1
         folder = Path(ckpt.output_dir)
         with self.gathered:
-            check_room(exported.module, folder, num_copies=num_copies)
-        size = num_copies * exported.num_trained * exported.dtype.itemsize
+            check_room(exported.module, folder, num_copies=config.num_exported)
+        size = config.num_exported * exported.num_trained * exported.dtype.itemsize
         lines = {
             "model": f"{human_size(size)} in {folder}; {human_size(free_bytes(folder))} are free"
         }

@@ -106,7 +106,7 @@ def _train(
     trainer: BaseTrainer[Any, Any], config: SupervisedConfig, checkpoints: RunCheckpoints
 ) -> "Checkpointer":
     strategy, run_dir = trainer.strategy, Path(config.ckpt.output_dir)
-    check_room(hf_model_of(trainer.model), run_dir)
+    check_room(hf_model_of(trainer.model), run_dir, num_copies=config.num_exported)
     checkpoints.check_room(trainer.engine.num_state_bytes())
     if strategy.is_main:
         told = config.model_dump(mode="json")

@@ -132,6 +132,7 @@ class ModelConfig(TrainedModelConfig):
     freeze_visual_encoder: bool = switch(
         "Train the language model of a vision-language model only.", at_resume="refused"
     )
+    export_fp32: bool = switch("Export the fp32 weights that the optimizer holds in 16-bit runs.")
 
     def problems(self) -> Iterator[str]:
         """Yield a line if the load-balancing loss of experts would have no gradient."""
@@ -555,9 +556,9 @@ class TrainingRunConfig(RunConfig):
     logger: LoggerConfig = LoggerConfig()
 
     @property
-    def exports_average(self) -> bool:
-        """Return True if an average of the weights is exported beside the last ones."""
-        return False
+    def num_exported(self) -> int:
+        """Return the size of an export, in sizes of the weights as they are trained."""
+        return 1
 
     def derived(self) -> Iterator[tuple[str, object]]:
         """Fill in the folder of TensorBoard, and the best model that early stopping

@@ -435,8 +435,8 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         return self.train.colocate_all and not self.train.async_enable
 
     @property
-    def exports_average(self) -> bool:
-        return self.train.enable_ema
+    def num_exported(self) -> int:
+        return 2 if self.train.enable_ema else 1
 
     @property
     def scoring_budget(self) -> int | None:
@@ -489,7 +489,7 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
                 known = f"{high:g} {low:g}" if low > high else "LOW HIGH, two numbers"
                 yield f"{flag} {low:g} {high:g} is no range. Type {flag} {known}."
         clip, is_cispo = self.actor.eps_clip_low_high, self.actor.policy_loss_type == "cispo"
-        if clip is not None and min(clip[is_cispo:]) <= 0:  # CISPO reads the second alone
+        if clip is not None and (clip[1] <= 0 or (clip[0] <= 0 and not is_cispo)):
             yield (
                 f"--eps_clip_low_high {clip[0]:g} {clip[1]:g}: distances from the ratio 1. "
                 "Type numbers above 0: --eps_clip_low_high 0.2 0.28."

@@ -110,11 +110,17 @@ class SupervisedConfig(TrainingRunConfig, OptimizerConfig):
         """Return the most tokens that are sampled behind a prompt; 0 if rows have responses."""
         return 0
 
+    @property
+    def num_exported(self) -> int:
+        return 2 if self.model.export_fp32 else 1
+
     def problems(self) -> Iterator[str]:
         """Report weights that cannot be trained as they are held, and losses without a gradient."""
         yield from super().problems()
         yield from self.ds.problems(self)
         yield from self.model.problems()
+        is_split = self.model.export_fp32 and self.ds.tensor_parallel_size > 1
+        yield from clashes(("--export_fp32", "--ds_tensor_parallel_size", is_split))
 
     def notices(self) -> Iterator[str]:
         """Report a learning rate that is too low for an adapter."""

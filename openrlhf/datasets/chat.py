@@ -166,12 +166,16 @@ def frame_of(encoder: TextEncoder) -> tuple[str, str, str]:
     return start, middle, rendered.text[:stop].rpartition("ANSWER")[2]
 
 
+TWO_ANSWERS: Sequence[Message] = [
+    {"role": "user", "content": "QUESTION"},
+    {"role": "assistant", "content": "ANSWER"},
+] * 2
+
+
 def ends_each_turn(encoder: TextEncoder) -> bool:
     """Return False if an earlier turn of the assistant has no token at which inference stops."""
-    question: Message = {"role": "user", "content": "QUESTION"}
-    answer: Message = {"role": "assistant", "content": "ANSWER"}
     try:
-        rendered = render_dialogue(encoder, [question, answer, question, answer])
+        rendered = render_dialogue(encoder, TWO_ANSWERS)
     except (RowError, ConfigError):  # rows say what is refused
         return True
     if len(rendered.spans) < 2:
@@ -185,14 +189,12 @@ def rewrites_turns(encoder: TextEncoder) -> bool:
     """Return True if the chat template writes an earlier turn of the assistant in another way than
     a last one, and marks no turns: its tokens cannot be told apart.
     """
-    question: Message = {"role": "user", "content": "QUESTION"}
-    answer: Message = {"role": "assistant", "content": "ANSWER"}
     try:
-        render_dialogue(encoder, [question, answer, question, answer])
+        render_dialogue(encoder, TWO_ANSWERS)
     except ConfigError:
         return True
-    except RowError:  # of this dialogue alone
-        return False
+    except RowError:  # rows say what is refused
+        pass
     return False
 
 

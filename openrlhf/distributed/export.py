@@ -104,9 +104,15 @@ def write_folder(
     hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
     if generation_config is not None and hasattr(hf_model, "peft_config"):
         generation_config.save_pretrained(temporary)  # PEFT writes none
-    config = base_model_of(hf_model).config
-    if "value_head_prefix" in config.to_dict():  # an adapter's files have no place for it either
+    config = copy.deepcopy(base_model_of(hf_model).config)
+    is_scorer = "value_head_prefix" in config.to_dict()
+    if is_scorer:  # an adapter's files have no place for it either
         config, tokenizer = scorable(config, tokenizer)
+    dtype = max(state.values(), key=Tensor.numel).dtype
+    is_other = dtype != hf_model.dtype and not hasattr(hf_model, "peft_config")
+    if is_other:
+        config.dtype = dtype
+    if is_scorer or is_other:
         config.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     for file in processor_files(config):

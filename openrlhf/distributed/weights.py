@@ -74,6 +74,22 @@ def exported_parameters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, parameter.data
 
 
+def master_parameters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of `exported_parameters` in fp32: of 16-bit weights that are trained, the
+    numbers that DeepSpeed's optimizer adds updates to. Every rank must iterate.
+
+    A small update is lost when it is rounded to bf16: a weight of 1 moves by steps of 0.008.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param  # noqa: PLC0415 - slow to import
+
+    trained = {n: p for n, p in hf_model.named_parameters() if p.requires_grad}
+    for name, tensor in exported_parameters(hf_model):
+        if name in trained and tensor.dtype in (torch.bfloat16, torch.float16):
+            yield name, safe_get_full_fp32_param(trained[name])
+        else:
+            yield name, tensor.float() if tensor.is_floating_point() else tensor
+
+
 def stored_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in a saved file, full tensor) of the Hugging Face model inside, adapters merged.
 

@@ -26,7 +26,7 @@ from openrlhf.distributed.collectives import all_gather_object, on_main
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import SKIPPED
-from openrlhf.distributed.weights import hf_model_of
+from openrlhf.distributed.weights import hf_model_of, master_parameters
 from openrlhf.errors import ConfigError, NumericsError, SkippedUpdate
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
@@ -179,7 +179,9 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     def export(self, path: Path) -> None:
         """Write the trained model at `path` in Hugging Face format; all ranks call."""
-        export_hf(hf_model_of(self.model), self.inputs.tokenizer, path)
+        model = hf_model_of(self.model)
+        tensors = master_parameters(model) if self.config.model.export_fp32 else None
+        export_hf(model, self.inputs.tokenizer, path, tensors=tensors)
 
     @abstractmethod
     def counts(self, batch: BatchT) -> dict[str, float]:

@@ -16,7 +16,7 @@ from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.collectives import shut_down, world_size
 from openrlhf.distributed.export import export_hf, without_folders, write_folder
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.weights import stored_parameters
+from openrlhf.distributed.weights import master_parameters, stored_parameters
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.utils.tokenizer import generation_config_of, load_tokenizer
@@ -106,6 +106,49 @@ def test_the_folder_keeps_its_logs_and_loses_stale_weights(folder: Path, given: 
     card = (path / "README.md").read_text()
     assert "Trained from `qwen2`" in card
     assert str(folder) not in card
+
+
+MASTERS = [(stage, param_dtype) for stage in (0, 1, 2, 3) for param_dtype in ("bf16", "fp16")]
+TINY_UPDATE = 2.0**-14  # of a weight of 1, below which bf16 moves by 2**-8, fp16 by 2**-11
+
+
+def export_masters(folder: Path) -> None:
+    """Add an update to every trained weight that bf16 is too coarse for, and export both."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "qwen2")
+    for stage, param_dtype in MASTERS:
+        strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=stage, param_dtype=param_dtype))
+        strategy.setup()
+        model = load_causal_lm(folder / "qwen2", command(param_dtype=param_dtype))
+        model.lm_head.requires_grad_(False)
+        optimizer = OptimizerConfig.model_validate({"adam": {"lr": TINY_UPDATE}})
+        engine = strategy.prepare_train(Actor(model), optimizer, num_updates=10)
+        loss = model(torch.arange(10)[None]).logits.float().square().mean()
+        engine.backward(loss, is_last_micro_batch=True)
+        engine.step()
+        out = folder / f"masters-{param_dtype}-{stage}"
+        export_hf(model, tokenizer, out, tensors=master_parameters(model))
+        export_hf(model, tokenizer, out / "rounded")
+    shut_down()
+
+
+def test_export_fp32_keeps_updates_that_16_bits_round_away(folder: Path) -> None:
+    run_ranks(export_masters, 2, folder)
+    start = load_file(folder / "qwen2" / "model.safetensors")
+    for stage, param_dtype in MASTERS:
+        out = folder / f"masters-{param_dtype}-{stage}"
+        kept, rounded = (
+            load_file(out / "model.safetensors"),
+            load_file(out / "rounded" / "model.safetensors"),
+        )
+        assert {t.dtype for t in kept.values()} == {torch.float32}
+        dtype = torch.bfloat16 if param_dtype == "bf16" else torch.float16
+        assert torch.equal(kept["lm_head.weight"], start["lm_head.weight"].to(dtype).float())
+        norm = "model.norm.weight"  # all ones
+        assert torch.equal(rounded[norm].float(), start[norm]), (stage, param_dtype)
+        assert torch.allclose((start[norm] - kept[norm]).abs(), torch.tensor(TINY_UPDATE), rtol=0.1)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert loaded.dtype == torch.float32
+        assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
 
 
 @pytest.fixture

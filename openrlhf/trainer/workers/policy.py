@@ -92,8 +92,8 @@ class PolicyModelActor(TrainedWorker):
 
     def check_room(self) -> None:
         """Raise ConfigError where the disk has no room for the model at the end."""
-        num_copies = 2 if self.config.train.enable_ema else 1
-        check_room(self.actor.model, Path(self.config.ckpt.output_dir), num_copies=num_copies)
+        folder = Path(self.config.ckpt.output_dir)
+        check_room(self.actor.model, folder, num_copies=self.config.num_exported)
 
     def compute_logprobs(self, samples: Samples) -> Tensor:
         """Return log-probs (N,) of the share's sampled tokens under the current weights."""
