@@ -244,6 +244,12 @@ def test_a_reward_model_scores_as_in_transformers(folder: Path) -> None:
     assert max(expected) - min(expected) > 1e-3
 
 
+def test_fp32_weights_of_a_16_bit_run_are_exported(folder: Path) -> None:
+    state = load(folder / "fp32", "SequenceClassification").state_dict()
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert all((tensor != tensor.bfloat16()).any() for tensor in state.values())
+
+
 FLAGS = (
     "--train_batch_size 16 --micro_train_batch_size 16 --learning_rate 3e-3 --max_epochs 2 "
     "--eval_split train --lr_warmup_ratio 0"
@@ -267,6 +273,11 @@ RUNS = {
     ),
     "kto": (train_kto, "--pretrain {}/model --input_key input --output_key output --beta 0.1"),
     "prm": (train_prm, f"--pretrain {{}}/model {STEPS} --max_epochs 3"),
+    "fp32": (
+        train_rm,
+        "--pretrain {}/model --prompt_key input --param_dtype bf16 --export_fp32 "
+        "--learning_rate 1e-6",
+    ),
     "experts": (
         train_sft,
         f"--pretrain {{}}/moe {TEXT} --aux_loss_coef 1 --optim muon --muon.lr 0.02 "
