@@ -54,12 +54,15 @@ FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "LD_LIBRARY_PATH")
 def view_cluster() -> ClusterView:
     """Return the total resources of the connected cluster."""
     total = ray.cluster_resources()
-    per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     return ClusterView(
         num_gpus=int(total.get("GPU", 0)),
         num_cpus=int(total.get("CPU", 0)),
-        max_gpus_per_node=max(per_node, default=0),
+        max_gpus_per_node=max(_gpus_of_nodes(), default=0),
     )
+
+
+def _gpus_of_nodes() -> list[int]:
+    return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
 
 
 def place(
@@ -75,12 +78,19 @@ def place(
     """
     check_demand(demands, cluster)
     bundle = {"GPU": 1.0, "CPU": 1.0} if cluster.has_gpus else {"CPU": CPU_SHARE_OF_A_RANK}
-    groups = {
-        pool: placement_group([bundle] * size, strategy="PACK")
-        for pool, size in pool_sizes(demands).items()
-    }
-    if not all(group.wait(FREE_S) for group in groups.values()):
-        for group in groups.values():
+    pools: dict[str, list[PlacementGroup]] = {}
+    for demand in demands:
+        if _has_whole_nodes(demand, demands):  # first, while there are such nodes
+            pools[demand.pool] = [
+                placement_group([bundle] * demand.bundles_per_rank, strategy="STRICT_PACK")
+                for _ in range(demand.num_ranks)
+            ]
+    for pool, size in pool_sizes(demands).items():
+        if pool not in pools:
+            pools[pool] = [placement_group([bundle] * size, strategy="PACK")]
+    groups = [group for of_pool in pools.values() for group in of_pool]
+    if not all(group.wait(FREE_S) for group in groups):
+        for group in groups:
             remove_placement_group(group)
         raise ConfigError(
             f"The cluster did not free the devices in {FREE_S} s: another job holds them. "
@@ -88,27 +98,58 @@ def place(
             f"{demand_table(demands, cluster)}"
         )
     cores = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes()}
-    nodes = {pool: placement_group_table(g)["bundles_to_node_id"] for pool, g in groups.items()}
     slots: dict[str, list[dict[str, Any]]] = {}
     for demand in demands:
-        width, node_of = demand.bundles_per_rank, nodes[demand.pool]
-        bundles = range(demand.num_ranks * width)
-        num_on_node = Counter(node_of[bundle] for bundle in bundles)
+        ranks = _bundles_of_ranks(demand, pools[demand.pool])
+        num_on_node = Counter(node for _, _, nodes in ranks for node in nodes)
         num_roles = sum(other.pool == demand.pool for other in demands)
         share = min(COLOCATED_SHARE, share_of(num_roles)) if num_roles > 1 else 1.0
         resources = {"num_cpus": bundle["CPU"] * share, "num_gpus": bundle.get("GPU", 0.0) * share}
         slots[demand.role] = []
-        for first in bundles[::width]:
-            num_at_once = num_roles_at_once * num_on_node[node_of[first]]
+        for group, bundles, nodes in ranks:
+            num_threads = max(cores[nodes[0]] // (num_roles_at_once * num_on_node[nodes[0]]), 1)
             slots[demand.role].append(
-                actor_options(
-                    groups[demand.pool],
-                    range(first, first + width),
-                    resources,
-                    num_threads=max(cores[node_of[first]] // num_at_once, 1),
-                )
+                actor_options(group, bundles, resources, num_threads=num_threads)
             )
-    return slots, list(groups.values())
+    return slots, groups
+
+
+def _has_whole_nodes(demand: RoleDemand, demands: Sequence[RoleDemand]) -> bool:
+    """Return True for engines on several GPUs each, which they share with nobody, if the nodes of
+    the cluster have room for each engine on one of them.
+    """
+    width = demand.bundles_per_rank
+    if width == 1 or any(d.pool == demand.pool and d is not demand for d in demands):
+        return False
+    return sum(count // width for count in _gpus_of_nodes()) >= demand.num_ranks
+
+
+def _bundles_of_ranks(
+    demand: RoleDemand, groups: Sequence[PlacementGroup]
+) -> list[tuple[PlacementGroup, Sequence[int], Sequence[str]]]:
+    """Return the group, the bundles in it and their nodes of each rank: ranks of a node are
+    neighbours, and a rank has bundles of one node as far as there are enough.
+    """
+    width = demand.bundles_per_rank
+    whole, rest = [], []
+    for group in groups:
+        node_of: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        for node in dict.fromkeys(node_of[bundle] for bundle in sorted(node_of)):
+            bundles = [bundle for bundle in sorted(node_of) if node_of[bundle] == node]
+            cut = len(bundles) // width * width
+            whole += [(group, bundles[i : i + width], [node] * width) for i in range(0, cut, width)]
+            rest += [(group, bundle, node) for bundle in bundles[cut:]]
+    for first in range(0, len(rest) - width + 1, width):
+        (group, *_), *_ = part = rest[first : first + width]
+        whole.append((group, [bundle for _, bundle, _ in part], [node for *_, node in part]))
+    ranks = whole[: demand.num_ranks]
+    if num_apart := sum(len(set(nodes)) > 1 for *_, nodes in ranks):
+        warn(
+            f"{demand.role}: {num_apart} of {demand.num_ranks} have their {width} GPUs on several "
+            "nodes, and each layer waits for the network between them. Type a "
+            "--vllm_tensor_parallel_size that divides the GPUs of a node."
+        )
+    return ranks
 
 
 def share_of(num_roles: int) -> float:
