@@ -60,6 +60,14 @@ def last_words(paths: Sequence[str]) -> list[str]:
     ]
 
 
+ENDING_AT_MIN_LR = {
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "warmup_stable_decay",
+}
+
+
 class AdamConfig(Base):
     """`adam.*`: AdamW."""
 
@@ -90,6 +98,18 @@ class OptimizerConfig(Base):
     )
     lr_warmup_ratio: float = option(0.03, "Warm-up, as a part of all updates.", ge=0, le=1)
     min_lr_ratio: float = option(0.1, "Last learning rate, as a part of the peak.", ge=0, le=1)
+
+    def unread(self, section: str = "") -> Iterator[tuple[str, str, str, bool]]:
+        """Yield settings that the schedule or the optimizer does not read, as
+        `TrainingRunConfig.without_effect` does; `section` is "actor." for the policy of RL.
+        """
+        schedule = f"with --lr_scheduler {self.lr_scheduler}"
+        has_no_end = self.lr_scheduler not in ENDING_AT_MIN_LR
+        yield "--min_lr_ratio", f"{section}min_lr_ratio", schedule, has_no_end
+        is_flat = self.lr_scheduler == "constant"
+        yield "--lr_warmup_ratio", f"{section}lr_warmup_ratio", schedule, is_flat
+        is_muon = self.optim == "muon"
+        yield "--max_norm", f"{section}max_norm", "with --optim muon", is_muon
 
 
 class LoraConfig(Base):
@@ -132,7 +152,6 @@ class ModelConfig(TrainedModelConfig):
     freeze_visual_encoder: bool = switch(
         "Train the language model of a vision-language model only.", at_resume="refused"
     )
-    export_fp32: bool = switch("Export the fp32 weights that the optimizer holds in 16-bit runs.")
 
     def problems(self) -> Iterator[str]:
         """Yield a line if the load-balancing loss of experts would have no gradient."""
@@ -586,6 +605,38 @@ class TrainingRunConfig(RunConfig):
             yield (
                 f"--save_steps {self.ckpt.save_steps} with --disable_ds_ckpt saves nothing. "
                 "Add --save_hf_ckpt, or leave one of them out."
+            )
+        if not is_given(self, "ds.lora.rank") and self.ds.lora != LoraConfig():
+            yield (
+                "settings of LoRA without --lora_rank: all weights would be trained. Type "
+                "--lora_rank 16, or leave --lora_alpha, --target_modules and --lora_dropout out."
+            )
+
+    def notices(self) -> Iterator[str]:
+        """Report settings that were typed, not as their defaults, and have no effect."""
+        yield from super().notices()
+        plain = type(self)()
+        for flag, path, reason, is_so in self.without_effect():
+            if is_so and is_given(self, path) and value_at(self, path) != value_at(plain, path):
+                yield f"{flag} has no effect {reason}."
+
+    def without_effect(self) -> Iterator[tuple[str, str, str, bool]]:
+        """Yield settings that others switch off: flag, path, the reason, and whether it is so."""
+        yield "--eval_steps", "eval.steps", "without --eval_dataset", not self.eval.dataset
+        yield "--save_hf_ckpt", "ckpt.save_hf", "without --save_steps", self.ckpt.save_steps <= 0
+        is_counted = not self.train.dynamic_batch_enable
+        budget = "train.max_tokens_per_gpu"
+        yield "--train_max_tokens_per_gpu", budget, "without --use_dynamic_batch", is_counted
+
+    def muon_notices(self, optim: OptimizerConfig, section: str, flag: str) -> Iterator[str]:
+        """Yield a line where nobody chose the rate of Muon's matrices: `flag` sets that of the
+        rest.
+        """
+        if optim.optim == "muon" and not is_given(self, f"{section}muon.lr"):
+            name = f"--{section}muon.lr"
+            yield (
+                f"--optim muon: matrices of layers learn at {name} {optim.muon.lr:g}; {flag} "
+                f"{optim.adam.lr:g} is the rate of the rest."
             )
 
     def adapter_notices(self, lora: LoraConfig, path: str, flag: str) -> Iterator[str]:

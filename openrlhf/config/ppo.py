@@ -5,7 +5,6 @@ Field path = dotted flag; names after the help text are flat flags and what Hugg
 
 from collections.abc import Iterator
 from itertools import product
-from operator import attrgetter
 from typing import ClassVar, Literal
 
 from pydantic import field_validator
@@ -553,6 +552,7 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         yield from super().notices()
         flag = "--actor_learning_rate"
         yield from self.adapter_notices(self.ds.lora, "actor.adam.lr", flag)
+        yield from self.muon_notices(self.actor, "actor.", flag)
         advantage, kl = self.algo.advantage, self.algo.kl
         if self.has_group_estimator and not is_given(self, "rollout.n_samples_per_prompt"):
             group = self.rollout.n_samples_per_prompt
@@ -564,11 +564,6 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
                 f"--kl_estimator {kl.estimator} {how} --use_kl_loss gives a wrong gradient "
                 f"of the KL. Type --kl_estimator {better}."
             )
-        plain = type(self)()
-        for flag, path, reason, is_so in self._without_effect():
-            value = attrgetter(path)
-            if is_so and is_given(self, path) and value(self) != value(plain):
-                yield f"{flag} has no effect with {reason}."
         if self.rollout.top_p < 1:
             yield Caution(
                 f"--top_p {self.rollout.top_p:g}: samples leave out tokens that the log-probs of "
@@ -592,10 +587,11 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         names = ("actor.eps_clip", "actor.eps_clip_low_high")
         return any(is_given(self, name) for name in names)
 
-    def _without_effect(self) -> Iterator[tuple[str, str, str, bool]]:
-        """Yield settings that others switch off: flag, path, the reason, and whether it is so."""
+    def without_effect(self) -> Iterator[tuple[str, str, str, bool]]:
+        yield from super().without_effect()
+        yield from self.actor.unread("actor.")
         loss, kl = self.actor.policy_loss_type, self.algo.kl
-        of_loss, estimator = f"--policy_loss_type {loss}", self.algo.advantage.estimator
+        of_loss, estimator = f"with --policy_loss_type {loss}", self.algo.advantage.estimator
         is_smooth = loss in ("cispo", "sapo")  # without PPO's minimum
         yield "--dual_clip", "actor.dual_clip", of_loss, is_smooth
         yield "--eps_clip", "actor.eps_clip", of_loss, loss == "sapo"
@@ -608,14 +604,14 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
             "--value_clip": "critic.value_clip",
         }
         for flag, path in of_critic.items():
-            reason = f"--advantage_estimator {estimator}, which has no critic"
+            reason = f"with --advantage_estimator {estimator}, which has no critic"
             yield flag, path, reason, not self.has_critic
         for flag, name in (("--kl_target", "target"), ("--use_kl_loss", "use_loss")):
-            reason = f"--init_kl_coef {kl.init_coef:g}, which leaves the reference out"
+            reason = f"with --init_kl_coef {kl.init_coef:g}, which leaves the reference out"
             yield flag, f"algo.kl.{name}", reason, not self.has_reference
         yield (
             "--lora_dropout",
             "ds.lora.dropout",
-            "RL: it compares log-probs of the same weights",
+            "in RL, which compares log-probs of the same weights",
             self.ds.lora.rank > 0,
         )

@@ -31,7 +31,13 @@ SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair")
 EXO_LABEL_SMOOTHING = 1e-3  # the loss takes its logarithm
 
 
-class SFTModelConfig(ModelConfig):
+class SupervisedModelConfig(ModelConfig):
+    """`model.*`: the model that is trained."""
+
+    export_fp32: bool = switch("Export the fp32 weights that the optimizer holds in 16-bit runs.")
+
+
+class SFTModelConfig(SupervisedModelConfig):
     """`model.*` of sft."""
 
     pretrain_mode_enable: bool = switch(
@@ -102,7 +108,7 @@ START = "--pretrain Qwen/Qwen2.5-0.5B-Instruct --save_path ./output/run"
 class SupervisedConfig(TrainingRunConfig, OptimizerConfig):
     """Top of every supervised trainer's tree; each has its own defaults."""
 
-    model: ModelConfig = ModelConfig()
+    model: SupervisedModelConfig = SupervisedModelConfig()
     data: DatasetConfig = DatasetConfig()
 
     @property
@@ -112,7 +118,8 @@ class SupervisedConfig(TrainingRunConfig, OptimizerConfig):
 
     @property
     def num_exported(self) -> int:
-        return 2 if self.model.export_fp32 else 1
+        is_doubled = self.model.export_fp32 and self.ds.param_dtype != "fp32"
+        return 2 if is_doubled else 1
 
     def problems(self) -> Iterator[str]:
         """Report weights that cannot be trained as they are held, and losses without a gradient."""
@@ -123,9 +130,16 @@ class SupervisedConfig(TrainingRunConfig, OptimizerConfig):
         yield from clashes(("--export_fp32", "--ds_tensor_parallel_size", is_split))
 
     def notices(self) -> Iterator[str]:
-        """Report a learning rate that is too low for an adapter."""
+        """Report a learning rate that is too low for an adapter, and one that is not of Muon's
+        matrices.
+        """
         yield from super().notices()
         yield from self.adapter_notices(self.ds.lora, "adam.lr", "--learning_rate")
+        yield from self.muon_notices(self, "", "--learning_rate")
+
+    def without_effect(self) -> Iterator[tuple[str, str, str, bool]]:
+        yield from super().without_effect()
+        yield from self.unread()
 
 
 class SFTConfig(SupervisedConfig):
@@ -160,7 +174,7 @@ class SFTConfig(SupervisedConfig):
         )
 
 
-class RMModelConfig(ModelConfig):
+class RMModelConfig(SupervisedModelConfig):
     """`model.*` of rm."""
 
     loss_type: Literal["sigmoid", "logexp"] = option(
@@ -190,7 +204,7 @@ class RMConfig(SupervisedConfig):
     logger: LoggerConfig = logger_of("openrlhf_train_rm", "rm")
 
 
-class DPOModelConfig(ModelConfig):
+class DPOModelConfig(SupervisedModelConfig):
     """`model.*` of dpo."""
 
     loss_type: PreferenceLossName | OwnFunction = option(
@@ -270,7 +284,7 @@ class DPOConfig(SupervisedConfig):
         )
 
 
-class KTOModelConfig(ModelConfig):
+class KTOModelConfig(SupervisedModelConfig):
     """`model.*` of kto."""
 
     beta: float = option(0.01, "Strength of the preference.", gt=0)
@@ -316,7 +330,7 @@ class KTOConfig(SupervisedConfig):
             yield f"--pretrain is not set: starting from {self.model.model_name_or_path}."
 
 
-class PRMModelConfig(ModelConfig):
+class PRMModelConfig(SupervisedModelConfig):
     """`model.*` of prm."""
 
     placeholder_token: str | None = option(None, "Token at which a step ends.", needed="step end")

@@ -23,6 +23,7 @@ from openrlhf.distributed import collectives
 from openrlhf.distributed.folders import MARGIN, flush, flush_one, free_bytes, has_room
 from openrlhf.distributed.weights import exported_parameters, total_bytes
 from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.utils.adapter_folder import base_of_adapter, merge_command
 from openrlhf.utils.console import warn
 from openrlhf.utils.images import processor_files
 from openrlhf.utils.memory import human_size
@@ -121,13 +122,20 @@ def write_folder(
     card.write_text(model_card(hf_model))
     for file in temporary.glob("*.safetensors"):
         shutil.copymode(card, file)  # the library makes files that only their owner can read
+    below = base_of_adapter(temporary)
+    if below is not None and base_of_adapter(below) is not None:
+        warn(
+            f"{path} is an adapter on {below}, an adapter itself, which PEFT and vLLM would leave "
+            f"out. To merge them: {merge_command(path, below)}"
+        )
     _move_in(temporary, path)
 
 
 def mend_generation_config(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the tokens that end responses in training, so that the model stops there. Set `do_sample`
-    where a published config names a temperature and forgets it: transformers reads such a config,
-    but will not write it.
+    """Add the tokens that end responses in training, so that the model stops there.
+
+    Transformers reads a config that names a temperature without `do_sample`, but will not write it:
+    `do_sample` is set where it was forgotten; where it is off, the temperature goes.
     """
     known = config.eos_token_id
     ends = [*known] if isinstance(known, (list, tuple)) else [known]
@@ -135,10 +143,15 @@ def mend_generation_config(config: GenerationConfig, tokenizer: PreTrainedTokeni
     ends = [token_id for token_id in ends if token_id is not None]
     if len(ends) > 1:
         config.eos_token_id = ends
+    elif ends:
+        config.eos_token_id = ends[0]
     names = ("temperature", "top_p", "top_k", "min_p", "typical_p")
-    given = [getattr(config, name, None) for name in names]
-    if not config.do_sample and any(value not in (None, 1.0, 50) for value in given):
+    given = [name for name in names if getattr(config, name, None) not in (None, 1.0, 50)]
+    if config.do_sample is None and given:
         config.do_sample = True
+    elif not config.do_sample:
+        for name in given:
+            setattr(config, name, None)
 
 
 def model_card(hf_model: nn.Module) -> str:

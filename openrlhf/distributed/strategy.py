@@ -272,10 +272,11 @@ def training_config(
     if ds.tensor_parallel_size > 1:  # the layers are split before DeepSpeed sees them
         config["tensor_parallel"] = {"autotp_size": ds.tensor_parallel_size}
         del config["train_batch_size"]  # it would count the ranks of a part each
-    if optim.optim == "muon":  # whose steps would be what is clipped
-        config["gradient_clipping"] = 0.0
-        if stage == 3:  # whole gradients, or DeepSpeed refuses
-            config["zero_optimization"]["reduce_scatter"] = False
+    if optim.optim == "muon":
+        config["gradient_clipping"] = 0.0  # its steps would be what is clipped
+        # It needs whole gradients. ZeRO-3 refuses slices, ZeRO-2 loses those of Adam's parameters
+        # that share a bucket with Muon's (DeepSpeed 0.19.8).
+        config["zero_optimization"]["reduce_scatter"] = False
     return config
 
 

@@ -19,9 +19,10 @@ import logging
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,6 +52,7 @@ ENGINE = "engine.json"
 SKIPPED = "num_skipped_updates"  # metric: of a step
 SKIPS_IN_A_ROW = "num_skipped_updates"  # key of ENGINE
 WEIGHTS, STEP = "fp32", "step"  # the other keys of a part are those of the optimizer's state
+MOMENTUM = "momentum_buffer"  # of Muon, in an optimizer's state
 ASLEEP = "_offload_buffer"  # ends keys of DeepSpeed's own, for states that sleep
 # Counts from 1, so its last value is that of the last update, not of the one after.
 EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
@@ -414,12 +416,12 @@ class Partition(NamedTuple):
 
 def _content(engine: "DeepSpeedEngine", *, has_optimizer: bool) -> dict[str, dict[str, Any]]:
     """Return the tensors that this rank optimizes, by the names of parameters, as views."""
-    content = {}
+    content, momenta = {}, _places_of_momenta(engine)
     for part in _parts(engine):
         state = engine.basic_optimizer.state.get(part.flat, {}) if has_optimizer else {}
         tensors = {WEIGHTS: part.flat, **state}
         content[part.name] = {"start": part.start} | {
-            key: tensor if key == STEP else part.of(tensor)
+            key: tensor if key == STEP else _numbers_of(part, key, tensor, momenta)[1]
             for key, tensor in tensors.items()
             if not key.endswith(ASLEEP)
         }
@@ -429,31 +431,72 @@ def _content(engine: "DeepSpeedEngine", *, has_optimizer: bool) -> dict[str, dic
 @torch.no_grad()
 def _load_parts(engine: "DeepSpeedEngine", folder: Path) -> None:
     """Fill the tensors that the optimizer knows from the parts that any ranks wrote."""
-    files = _files_with_parts(engine, folder)
+    files, momenta = _files_with_parts(engine, folder), _places_of_momenta(engine)
     states = engine.basic_optimizer.state
     states.clear()
     for part in _parts(engine):
         num_found = 0
         for stored in (file[part.name] for file in files if part.name in file):
-            first = max(part.start, stored["start"])
-            last = min(part.start + part.numel, stored["start"] + len(stored[WEIGHTS]))
-            if first >= last:
-                continue
-            num_found += last - first
             for key in (k for k in stored if k != "start" and not k.endswith(ASLEEP)):
                 if key == STEP:
                     states[part.flat][STEP] = stored[STEP].to(part.flat.device, copy=True)
                     continue
                 target = part.flat
                 if key != WEIGHTS:
-                    target = states[part.flat].setdefault(key, torch.zeros_like(part.flat).detach())
-                source = stored[key][first - stored["start"] : last - stored["start"]]
-                part.of(target)[first - part.start : last - part.start].copy_(source)
+                    zeros = _zeros_for(part, key, momenta)
+                    target = states[part.flat].setdefault(key, zeros)
+                num_copied = _copy_overlap(stored, key, *_numbers_of(part, key, target, momenta))
+                num_found += num_copied if key == WEIGHTS else 0
         if num_found != part.numel:
             raise CheckpointError(
                 f"{folder} lacks weights of {part.name}. Train the same layers as the run that "
                 "wrote it, or leave --load_checkpoint out."
             )
+
+
+def _copy_overlap(stored: dict[str, Any], key: str, start: int, held: Tensor) -> int:
+    """Copy what a file has of the numbers from `start` on of a parameter; return their count."""
+    is_whole = len(stored[key]) > len(stored[WEIGHTS])
+    stored_start = 0 if is_whole else stored["start"]
+    first = max(start, stored_start)
+    last = max(min(start + len(held), stored_start + len(stored[key])), first)
+    held[first - start : last - start].copy_(
+        stored[key][first - stored_start : last - stored_start]
+    )
+    return last - first
+
+
+def _numbers_of(
+    part: Partition, key: str, tensor: Tensor, momenta: Mapping[int, tuple[int, int]]
+) -> tuple[int, Tensor]:
+    """Return the numbers of a parameter in a state of the optimizer, behind the place of the first
+    one in the parameter, laid flat.
+    """
+    if key == MOMENTUM and id(part.parameter) in momenta:
+        offset, _ = momenta[id(part.parameter)]
+        return 0, tensor.detach().view(-1).narrow(0, offset, part.parameter.numel())
+    return part.start, part.of(tensor)
+
+
+def _zeros_for(part: Partition, key: str, momenta: Mapping[int, tuple[int, int]]) -> Tensor:
+    if key == MOMENTUM and id(part.parameter) in momenta:
+        return part.flat.new_zeros(momenta[id(part.parameter)][1]).detach()
+    return torch.zeros_like(part.flat).detach()
+
+
+def _places_of_momenta(engine: "DeepSpeedEngine") -> dict[int, tuple[int, int]]:
+    """Return the place in a buffer of each parameter's momentum under ZeRO-2 with Muon, and the
+    size of that buffer. It has whole matrices, also those of which a rank optimizes a part.
+    """
+    zero, places = engine.optimizer, {}
+    if engine.zero_optimization_stage() not in (1, 2) or zero.cpu_offload:
+        return {}
+    for parameters in zero.params_in_partition:
+        ends = list(accumulate((p.numel() for p in parameters), initial=0))
+        places |= {
+            id(p): (offset, ends[-1]) for p, offset in zip(parameters, ends[:-1], strict=True)
+        }
+    return places
 
 
 def _files_with_parts(engine: "DeepSpeedEngine", folder: Path) -> list[dict[str, dict[str, Any]]]:

@@ -41,7 +41,7 @@ from openrlhf.models.support import (
 )
 from openrlhf.models.vision import blank_picture
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
-from openrlhf.utils.console import say_notices
+from openrlhf.utils.console import notice, say_notices
 from openrlhf.utils.images import (
     BANNED_LOGIT,
     ImageProcessor,
@@ -526,10 +526,22 @@ def merge_adapter(
     if has_head != is_rm:  # the head would be lost, or is not there
         kind, remedy = ("a", "Type") if has_head else ("no", "Leave out")
         raise ConfigError(f"{adapter_path} is {kind} reward model's adapter. {remedy} --is_rm.")
+    named = base_of_adapter(adapter_path)
+    if named is not None and _place(named) != _place(base_path):
+        if base_of_adapter(named) is not None:
+            raise ConfigError(
+                f"{adapter_path} was trained on {named}, which is an adapter itself and would be "
+                f"left out. Type --model_path {named}."
+            )
+        notice(f"{adapter_path} was trained on {named}; {base_path} is taken for the same model")
     load = load_sequence_model if is_rm else load_causal_lm
     merged = load(adapter_path, command, base=base_path)
     merged.name_or_path = merged.config._name_or_path = base_path
     return merged
+
+
+def _place(path: str) -> Path:
+    return Path(path).expanduser().resolve()
 
 
 def own_memory(model: PreTrainedModel) -> None:

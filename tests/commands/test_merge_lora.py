@@ -1,5 +1,7 @@
 """lora_combiner: the merged model answers as base and adapter together do, and loads by itself."""
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from transformers import GenerationConfig
 from openrlhf.commands.merge_lora import run_lora_combiner
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import LoraCombinerConfig
+from openrlhf.distributed.export import write_folder
 from openrlhf.errors import ConfigError
 from tests.helpers import tiny_vision
 from tests.helpers.supervised_runs import weights_of
@@ -92,6 +95,38 @@ def test_a_merged_model_reads_images_as_the_adapted_one(tmp_path):
     assert weights_of(tmp_path / "merged").keys() == weights_of(base).keys()
     for name in ("preprocessor_config.json", "processor_config.json"):
         assert (tmp_path / "merged" / name).read_text() == (base / name).read_text()
+
+
+def test_an_adapter_on_an_adapter_is_merged_into_that_one_only(tmp_path, caplog):
+    base = make_model(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    save_adapter(model, tmp_path / "sft", task_type="CAUSAL_LM")
+    combine(base, tmp_path / "sft", tmp_path / "merged")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    expected = save_adapter(model, tmp_path / "dpo", task_type="CAUSAL_LM")
+    config = json.loads((tmp_path / "dpo" / "adapter_config.json").read_text())
+    named = config | {"base_model_name_or_path": str(tmp_path / "sft")}
+    (tmp_path / "dpo" / "adapter_config.json").write_text(json.dumps(named))
+    with pytest.raises(ConfigError, match="is an adapter itself and would be left out"):
+        combine(base, tmp_path / "dpo", tmp_path / "out")
+    combine(tmp_path / "sft", tmp_path / "dpo", tmp_path / "out")
+    assert "which PEFT and vLLM would leave out" not in caplog.text
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    twice = peft.PeftModel.from_pretrained(plain, tmp_path / "dpo")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    write_folder(twice, twice.state_dict(), tokenizer, tmp_path / "again")
+    assert f"{tmp_path / 'sft'}, an adapter itself, which PEFT and vLLM would leave" in caplog.text
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(merged(TOKEN_IDS).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_copy_of_an_adapters_base_is_said(tmp_path, caplog):
+    model = transformers.AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "base"))
+    save_adapter(model, tmp_path / "sft", task_type="CAUSAL_LM")
+    shutil.copytree(tmp_path / "base", tmp_path / "copy")
+    combine(tmp_path / "copy", tmp_path / "sft", tmp_path / "out")
+    said = f"was trained on {tmp_path / 'base'}; {tmp_path / 'copy'} is taken for the same model"
+    assert said in caplog.text
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):

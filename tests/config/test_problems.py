@@ -250,6 +250,69 @@ def test_a_setting_that_others_switch_off_is_named():
     assert notices(PPOConfig, "--policy_loss_type sapo --eps_clip 0.2") == []  # the default
 
 
+@pytest.mark.parametrize(
+    ("config_class", "line", "said"),
+    [
+        (
+            SFTConfig,
+            "--lr_scheduler cosine --min_lr_ratio 0.5",
+            "--min_lr_ratio has no effect with --lr_scheduler cosine.",
+        ),
+        (
+            PPOConfig,
+            "--lr_scheduler linear --min_lr_ratio 0.5",
+            "--min_lr_ratio has no effect with --lr_scheduler linear.",
+        ),
+        (
+            SFTConfig,
+            "--lr_scheduler constant --lr_warmup_ratio 0.5",
+            "--lr_warmup_ratio has no effect with --lr_scheduler constant.",
+        ),
+        (
+            SFTConfig,
+            "--optim muon --muon.lr 0.01 --max_norm 0.3",
+            "--max_norm has no effect with --optim muon.",
+        ),
+        (
+            SFTConfig,
+            "--optim muon",
+            "--optim muon: matrices of layers learn at --muon.lr 0.02; --learning_rate 5e-06 is "
+            "the rate of the rest.",
+        ),
+        (
+            PPOConfig,
+            "--optim muon",
+            "--optim muon: matrices of layers learn at --actor.muon.lr 0.02; "
+            "--actor_learning_rate 1e-06 is the rate of the rest.",
+        ),
+        (SFTConfig, "--eval_steps 50", "--eval_steps has no effect without --eval_dataset."),
+        (SFTConfig, "--save_hf_ckpt", "--save_hf_ckpt has no effect without --save_steps."),
+        (
+            PPOConfig,
+            "--train_max_tokens_per_gpu 3000",
+            "--train_max_tokens_per_gpu has no effect without --use_dynamic_batch.",
+        ),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_named(config_class, line, said):
+    assert notices(config_class, line) == [said]
+
+
+def test_settings_of_an_adapter_need_its_rank():
+    for typed in ("--lora_alpha 32", "--target_modules q_proj", "--lora_dropout 0.1"):
+        [problem] = problems(SFTConfig, f"{NEEDS[SFTConfig]} {typed}")
+        assert "settings of LoRA without --lora_rank: all weights would be trained." in problem
+    assert notices(SFTConfig, "--lora_rank 0 --lora_alpha 32") == []
+
+
+def test_export_fp32_is_of_supervised_runs():
+    typed = f"{NEEDS[SFTConfig]} --export_fp32"
+    assert notices(SFTConfig, "--export_fp32") == []
+    assert "not supported" in problems(SFTConfig, f"{typed} --ds_tensor_parallel_size 2")[0]
+    [problem] = problems(PPOConfig, f"{NEEDS[PPOConfig]} --export_fp32")
+    assert "--export_fp32" in problem
+
+
 def test_a_model_that_nobody_named_is_said():
     assert notices(KTOConfig, "") == []
     assert notices(KTOConfig, "--lora_rank 8 --learning_rate 1e-4") == []

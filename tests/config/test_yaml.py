@@ -28,7 +28,7 @@ adam:
   lr: 1e-5
   betas: [0.8, 0.9]
 bf16: true
-ds: {zero_stage: 3, lora.alpha: 32}
+ds: {zero_stage: 3, lora.rank: 8, lora.alpha: 32}
 target-modules: [q_proj, v_proj]
 """
 

@@ -174,9 +174,11 @@ def test_a_lora_model_is_exported_as_a_peft_adapter(folder: Path, lora: peft.Pef
 
 
 @pytest.mark.parametrize("is_adapter", [False, True])
-@pytest.mark.parametrize(("known", "written"), [(0, [0, 1]), ([0, 2], [0, 2, 1]), (1, 1)])
+@pytest.mark.parametrize(
+    ("known", "written"), [(0, [0, 1]), ([0, 2], [0, 2, 1]), (1, 1), (None, [0, 1])]
+)
 def test_an_export_stops_at_the_token_that_ends_turns(
-    tmp_path: Path, known: int | list[int], written: int | list[int], *, is_adapter: bool
+    tmp_path: Path, known: int | list[int] | None, written: int | list[int], *, is_adapter: bool
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "base"))
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
@@ -193,6 +195,27 @@ def test_an_export_stops_at_the_token_that_ends_turns(
     if is_adapter:
         (tmp_path / "out" / "generation_config.json").unlink()  # then the base's counts
         assert generation_config_of(str(tmp_path / "out")).eos_token_id == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({"temperature": 0.9}, {"do_sample": True, "temperature": 0.9}),
+        ({"do_sample": False, "temperature": 0.9, "top_p": 0.6}, {"do_sample": False}),
+        ({"do_sample": True, "top_p": 0.6}, {"do_sample": True, "top_p": 0.6}),
+    ],
+)
+def test_an_export_samples_as_the_model_it_was_made_from(
+    tmp_path: Path, given: dict[str, object], written: dict[str, object]
+) -> None:
+    base = make_model(tmp_path / "base")
+    (base / "generation_config.json").write_text(json.dumps(given))
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    write_folder(model, model.state_dict(), tokenizer, tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert {n: told[n] for n in ("do_sample", "temperature", "top_p") if n in told} == written
+    assert told["eos_token_id"] == 1  # which the config did not name
 
 
 def test_the_model_card_names_no_folder_of_the_machine() -> None:

@@ -34,6 +34,8 @@ STAGES = {
     "zero0": {"zero_stage": 0},
     "zero3": {"zero_stage": 3},
     "zero2-offload": {"zero_stage": 2, "adam_offload": True},
+    "zero2": {"zero_stage": 2},
+    "zero2-bf16": {"zero_stage": 2, "param_dtype": "bf16"},
     "zero3-bf16": {"zero_stage": 3, "param_dtype": "bf16"},
 }
 OPTIM = OptimizerConfig(
@@ -81,7 +83,17 @@ def train(options: dict, folder: Path) -> dict:
     take_step(engine, strategy)
     for name, tensor in weights_of(engine).items():
         torch.testing.assert_close(tensor, after_save[name], atol=1e-6, rtol=0)
-    return {"losses": losses, "first_steps": first_steps, "weights": at_save}
+    return {"losses": losses, "first_steps": first_steps, "weights": at_save, "next": after_save}
+
+
+def go_on(folder: Path) -> dict[str, Tensor]:
+    """Take one step from the states that two ranks saved; the weights after it."""
+    strategy = DeepSpeedStrategy(DeepSpeedConfig(use_universal_ckpt=True), seed=1)
+    strategy.setup()
+    engine = strategy.prepare_train(make_model(), OPTIM, num_updates=NUM_STEPS)
+    engine.load_states(folder / "zero2")
+    take_step(engine, strategy)
+    return weights_of(engine)
 
 
 def take_step(engine: TrainEngine, strategy: DeepSpeedStrategy) -> float:
@@ -104,9 +116,14 @@ def train_all(folder: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("muon")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict]:
     """What each of two ranks found."""
-    return run_ranks(train_all, 2, tmp_path_factory.mktemp("muon"))
+    return run_ranks(train_all, 2, folder)
 
 
 @pytest.mark.parametrize("case", STAGES)
@@ -120,6 +137,7 @@ def test_every_stage_takes_orthogonal_steps_and_goes_on_from_its_states(
     for found in (rank_results[case] for rank_results in results):
         assert found["losses"][-1] < 0.5 * found["losses"][0]
         steps = found["first_steps"]
+        assert all(step.any() for step in steps.values()), steps
         # The rate, times sqrt(48 / 16) for the shape, times singular values that five
         # Newton-Schulz steps bring near 1.
         values = torch.linalg.svdvals(steps["1.0.weight"]) / (0.05 * 3**0.5)
@@ -131,6 +149,13 @@ def test_every_stage_takes_orthogonal_steps_and_goes_on_from_its_states(
             torch.testing.assert_close(steps[name], first, atol=1e-6, rtol=0)
             last = first_stage["weights"][name]
             torch.testing.assert_close(found["weights"][name], last, atol=0.02, rtol=0)
+
+
+def test_muons_momentum_goes_on_with_fewer_ranks(folder: Path, results: list[dict]) -> None:
+    [found] = run_ranks(go_on, 1, folder)
+    for name, tensor in results[0]["zero2"]["next"].items():
+        torch.testing.assert_close(found[name], tensor, atol=0.01, rtol=0)
+        assert not torch.allclose(found[name], results[0]["zero2"]["weights"][name], atol=1e-5)
 
 
 @pytest.mark.parametrize("head", ["lm_head", "score"])
