@@ -15,11 +15,22 @@ END_TOKEN = re.compile(r"(?:<[|｜][\w▁-]+[|｜]>|</s>|<eos>|<end_of_turn>)\s*
 EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(-])|`|(?<!\w)__?|__?(?![\w{])")
 BARE_BOX = re.compile(r"\\boxed\s*(\d+|[A-Z])(?!\w)")
 DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$|\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
+TO_END = r"\b(?:(?!not\b|n['’]t)[^.\n:=]|\.\d){0,60}?"
 ANNOUNCED = re.compile(
-    r"####(?!#)|<answer>|答案(?:应该|应)?(?:是|为)?|故?选择?(?=[\s:：(（]*[A-J])|答(?=[:：])"
-    r"|\b(?:answers?|solutions?)\b(?:(?!not\b|n['’]t)[^.\n:=]|\.\d){0,60}?(?:\bis\b|\bare\b|\bbe\b|[:：=]|\n)",
+    r"####(?!#|\s*(?-i:\d+[.)] [A-Z]))|<answer>"
+    r"|答案(?:应该|应)?(?:是|为)?|故?选择?(?=[\s:：(（]*[A-J])|答(?=[:：])"
+    r"|(?:\bto (?:\w+ (?:at )?(?:the|our|an?|this) (?:\w+ )?)?)?"
+    rf"\b(?:answers?{TO_END}(?:\bis\b|\bare\b|\bbe\b|[:：=]|\n)|solutions?{TO_END}(?:\bis\b|\bare\b|\bbe\b|=))",
     re.IGNORECASE,
 )
+# No answer alone, but words before a number, or a calculation.
+WORKING = re.compile(
+    r"(?!\W*(?:(?i:option|choice)\b|[A-J](?!\w| [a-z])))"
+    r".*?(?:(?<!\\)\b[A-Za-z]{3,}.*\d|\d\s*[-+*/×÷].*=)",
+    re.DOTALL,
+)
+LIST_MARK = re.compile(r"\d+[.)]")
+EXPLANATION = re.compile(r"\W*(?:explanation|reason|because|check|verif|proof|note)", re.IGNORECASE)
 # Behind an answer: that it may be taken back, and what is said in its place.
 TAKEN_BACK = re.compile(
     r"[.!?,;:\n]\s*(?:but |oh,? |no,? |hmm,? )*"
@@ -167,14 +178,33 @@ def final_answers(text: str) -> tuple[bool, list[str]]:
     text = EMPHASIS.sub("", text[-MAX_TAIL:])
     text = DISPLAY.sub(lambda found: found[0].replace("\n", " "), text)
     sentences = [part.strip() for part in SENTENCE.split(text) if part and part.strip()][::-1]
-    announced = list(ANNOUNCED.finditer(text))
+    announced = [found for found in ANNOUNCED.finditer(text) if _announces(found)]
     if announced and (back := TAKEN_BACK.search(text, announced[-1].end())):
         announced = list(CLAIM.finditer(text, back.end())) or announced
     sentences = [sentence for sentence in sentences if not sentence.endswith(("?", "？"))]
     if announced:
-        said = text[announced[-1].end() :].lstrip(" \n\t:：=")
-        sentences.insert(0, SENTENCE.split(said, maxsplit=1)[0].strip())
+        sentences.insert(0, _sentence_and_rest(announced[-1])[0])
     return False, sentences or [""]
+
+
+def _sentence_and_rest(announced: re.Match[str]) -> tuple[str, str]:
+    said = announced.string[announced.end() :].lstrip(" \n\t:：=")
+    sentence, *rest = SENTENCE.split(said, maxsplit=1)
+    return sentence.strip(), "".join(rest)
+
+
+def _announces(found: re.Match[str]) -> bool:
+    """Return False for `Answer:` above the working and for `to find the answer`, if values follow
+    in later sentences.
+    """
+    is_sought = found[0].lower().startswith("to ")
+    is_heading = found[0][-1] in "#:：\n" and not is_sought
+    sentence, rest = _sentence_and_rest(found)
+    if not (is_heading or is_sought) or not re.search(r"\d|\\[A-Za-z]", rest):
+        return True
+    is_list = LIST_MARK.fullmatch(sentence) and re.search(rf"\n\W*{LIST_MARK.pattern}\s", rest)
+    is_working = is_list or (WORKING.match(sentence) and not EXPLANATION.match(rest))
+    return is_heading and not is_working
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
