@@ -71,7 +71,7 @@ TRIVIA = re.compile(r"\b(?:the|an?) |[$\"'“”‘’().!?*{}]")
 PROSE = re.compile(
     rf"(?<![\\A-Za-z{{\d])(?!(?:{FUNCTIONS}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}['’]?[a-z]*(?:\^\{{?\d\}}?)?"
     r"|[=-]>|[→⇒∴•]|\\(?:implies|to|Rightarrow|rightarrow|therefore)(?![A-Za-z])"
-    r"|(?<=\s)[aAI](?= [A-Za-z]{2})|(?:(?=[\u00c0-\u024f\u0400-\uffff])[^\W\d_])+"
+    r"|(?<!\S)(?:[aAI](?= [A-Za-z]{2})|I'[a-z]+)|(?:(?=[\u00c0-\u024f\u0400-\uffff])[^\W\d_])+"
     r"|[?\"“”]|:(?!\d)|\.(?!\d)"
 )
 UNIT_AFTER = re.compile(
@@ -295,14 +295,18 @@ def _value(text: str, truth: str) -> str:
         before = text[:start].strip()
         if not VALUE.search(value) or BOUND.search(before) or BOUND_AFTER.match(text, end):
             continue
-        between, last_end = text[last_end:start], text.index(value, start) + len(value)
+        value_end = text.index(value, start) + len(value)
+        is_letter = len(value) == 1 and value.isalpha() and not truth.isalpha() and not is_hedged
+        is_named = not before or VERB.fullmatch(before)
+        if is_letter and not (is_named and not re.search(r"\w", text[value_end:])):
+            continue  # Plan B, or by putting x back in
+        between, last_end = text[last_end:start], value_end
         is_aside = (is_said and ASIDE.fullmatch(between)) or REMARK.fullmatch(between)
         if values and is_aside and "and" not in value and not is_hedged:
             continue
         unit = UNIT_AFTER.match(text, end)
-        is_said = bool(not before or unit or VERB.fullmatch(before))
+        is_said = bool(is_named or unit)
         values.append(f"{value} {unit[0]}" if unit else value)
-    values = [value for value in values if len(value) > 1 or value.isdigit()] or values
     if is_hedged:
         return " or ".join(values)
     return values[-1] if values else ""
