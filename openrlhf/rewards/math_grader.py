@@ -91,6 +91,13 @@ ASIDE = re.compile(
     r"(?:\s+(?:the|all|each|every))?\s*",
     re.IGNORECASE,
 )
+# An only value, what it counts, and how it comes about: 12 cows (20 - 8 = 12), 12 (3 per child).
+EXPLAINED = re.compile(
+    r"(?!.*\b(?:by|with|from|than|half|third|quarter|her|his|their)\b.*\()"
+    r"([^\d()]*(?P<value>\\frac\{\d+\}\{\d+\}|\d+(?:[.,/]\d+)*)[^\d()]*\s)"
+    r"\((?=[^()]*(?:=|\b(?:per|each|and)\b))[^()]*\)[\s.!]*",
+    re.IGNORECASE,
+)
 REMARK = re.compile(
     r".*(?:\(\s*[a-z]{2,}[^()]*|\b(?:step|equation|part|line|figure|table|rounded to)\s*\(?)",
     re.IGNORECASE,
@@ -281,9 +288,12 @@ def _value(text: str, truth: str) -> str:
     text = re.sub(r"\$([^$]+)\$(?!\.?\d)", r" \1 ", text)  # mathematics, not 5 dollars
     if WRONG.search(text):
         return ""
+    is_hedged = bool(HEDGE.search(text))
+    explained = EXPLAINED.fullmatch(text)
+    if explained and not is_hedged and not VERB.search(explained[1], explained.end("value")):
+        text = explained[1]
     starts = [0, *(found.end() for found in PROSE.finditer(text))]
     ends = [*(found.start() for found in PROSE.finditer(text)), len(text)]
-    is_hedged = bool(HEDGE.search(text))
     values: list[str] = []
     last_end, is_said = 0, False
     for start, end in zip(starts, ends, strict=True):
@@ -305,7 +315,7 @@ def _value(text: str, truth: str) -> str:
         if values and is_aside and "and" not in value and not is_hedged:
             continue
         unit = UNIT_AFTER.match(text, end)
-        is_said = bool(is_named or unit)
+        is_said = bool(is_named or unit or value.startswith("$"))
         values.append(f"{value} {unit[0]}" if unit else value)
     if is_hedged:
         return " or ".join(values)
