@@ -52,6 +52,7 @@ ALL_BUT = re.compile(
 REASON = re.compile(
     r",?\s*\b(?:because|since|where|which|if|when|given|whether)\b.*", re.IGNORECASE
 )
+PREMISE = re.compile(r"^(?:since|because|given)\b[^,]*,(?!\d{3})", re.IGNORECASE)
 HEDGE = re.compile(
     r"\b(?:or|maybe|perhaps|possibly|either|oder|ou|или)\b|或|または|또는", re.IGNORECASE
 )
@@ -72,10 +73,15 @@ PROSE = re.compile(
     rf"(?<![\\A-Za-z{{\d])(?!(?:{FUNCTIONS}|and|or)(?![A-Za-z]))[A-Za-z]{{2,}}['’]?[a-z]*(?:\^\{{?\d\}}?)?"
     r"|[=-]>|[→⇒∴•]|\\(?:implies|to|Rightarrow|rightarrow|therefore)(?![A-Za-z])"
     r"|(?<!\S)(?:[aAI](?= [A-Za-z]{2})|I'[a-z]+)|(?:(?=[\u00c0-\u024f\u0400-\uffff])[^\W\d_])+"
-    r"|[?\"“”]|:(?!\d)|\.(?!\d)"
+    r"|[?\"“”]|:(?!\d)|\.(?!\d|\\(?:overline|bar|dot)(?![a-z]))"
 )
+DELIMITER = re.compile(r"(?<!\\)\\[()]")  # \( and \)
+MATH = re.compile(r"\$([^$]+)\$(?!\.?\d)")  # not 5 dollars
+# What is no prose there: products of variables, a ratio.
+LETTER_PRODUCT = r"(?!by)(?:[a-dghxyz]{2,}|[b-df-hj-np-tv-z]{2,}|[A-Z]{2,})"
+IN_MATH = re.compile(rf"{LETTER_PRODUCT}(?:\^\{{?\d\}}?)?|(?<=\d):|(?<=\d ):")
 UNIT_AFTER = re.compile(
-    rf"\s*(?:(?:{UNIT_WORDS})s?(?:\^\{{?\d\}}?)?(?:\s*/\s*[a-z]+|\s+per\s+[a-z]+)?|[ap]m)(?![A-Za-z])",
+    rf"\s*(?:(?:{UNIT_WORDS})s?(?:\s*\^\s*\{{?\d\}}?)?(?:\s*/\s*[a-z]+|\s+per\s+[a-z]+)?|[ap]m)(?![A-Za-z])",
     re.IGNORECASE,
 )
 BOUND = re.compile(
@@ -104,7 +110,7 @@ REMARK = re.compile(
 )
 # 2024-01-31, 21-15, W L W, U.S.
 SEQUENCE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}|[A-Z](?: [A-Z])+|[A-Z](?:\.[A-Z])+")
-VALUE = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+VALUE = re.compile(rf"\d|\\[A-Za-z]|(?<![A-Za-z{{])(?:[A-Za-z]|{LETTER_PRODUCT})(?![A-Za-z])")
 
 
 class _TooSlow(BaseException):
@@ -206,6 +212,7 @@ def _equal(answer: str, truth: str) -> bool:
     if _is_words(truth):
         return any(_same_words(text, truth) for text in _phrases(said[0], is_boxed))
     if not is_boxed:
+        said = [plain_math(DELIMITER.sub("$", text[-MAX_ANSWER:])) for text in texts]
         said[0] = next((value for text in said if (value := _value(text, truth))), "")
     return same_mathematics(said[0], truth) or _all_same(said[0], truth)
 
@@ -283,20 +290,28 @@ def _all_same(text: str, truth: str) -> bool:
 
 def _value(text: str, truth: str) -> str:
     """Return the last mathematics of a sentence, with its unit; all of them where it hedges."""
-    text = REASON.sub("", DENIED.sub("", re.sub(r"^\d+[.)] (?=.)", "", text)))
+    text = PREMISE.sub("", re.sub(r"^\d+[.)] (?=.)", "", text))
+    text = REASON.sub("", DENIED.sub("", text))
     text = text if "!" in truth else text.rstrip("!")
-    text = re.sub(r"\$([^$]+)\$(?!\.?\d)", r" \1 ", text)  # mathematics, not 5 dollars
+    formulas = [found.span() for found in MATH.finditer(text)]
+    text = MATH.sub(r" \1 ", text)
     if WRONG.search(text):
         return ""
     is_hedged = bool(HEDGE.search(text))
     explained = EXPLAINED.fullmatch(text)
     if explained and not is_hedged and not VERB.search(explained[1], explained.end("value")):
         text = explained[1]
-    starts = [0, *(found.end() for found in PROSE.finditer(text))]
-    ends = [*(found.start() for found in PROSE.finditer(text)), len(text)]
+    prose = [
+        found.span()
+        for found in PROSE.finditer(text)
+        if not IN_MATH.fullmatch(text, *found.span())
+        or not any(start < found.start() < end for start, end in formulas)
+    ]
+    starts, ends = [0, *(end for _, end in prose)], [*(start for start, _ in prose), len(text)]
     values: list[str] = []
-    last_end, is_said = 0, False
-    for start, end in zip(starts, ends, strict=True):
+    last_end, unit_end, is_said = 0, 0, False
+    for after_prose, end in zip(starts, ends, strict=True):
+        start = max(after_prose, unit_end)
         value = re.sub(
             r"^(?:[\s,;)]|and\b|or\b)+|(?:[\s,;(/=+*-]|\band|\bor)+$", "", text[start:end]
         )
@@ -315,6 +330,7 @@ def _value(text: str, truth: str) -> str:
         if values and is_aside and "and" not in value and not is_hedged:
             continue
         unit = UNIT_AFTER.match(text, end)
+        unit_end = unit.end() if unit else end
         is_said = bool(is_named or unit or value.startswith("$"))
         values.append(f"{value} {unit[0]}" if unit else value)
     if is_hedged:
