@@ -16,8 +16,13 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[object]) ->
     """
     responses = [query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)]
     scores = [
-        float(math_equal(response, str(label)))
+        float(math_equal(response, _text(label)))
         for response, label in zip(responses, labels, strict=True)
     ]
     has_answer = [float(bool(DIGIT_OR_BOX.search(response))) for response in responses]
     return {"rewards": scores, "scores": scores, "extra_logs": {"has_answer": has_answer}}
+
+
+def _text(label: object) -> str:
+    """Return 2, 3 for the label ["2", "3"]."""
+    return ", ".join(map(str, label)) if isinstance(label, list) else str(label)

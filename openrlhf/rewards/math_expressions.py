@@ -76,6 +76,12 @@ BUILDER = re.compile(
     r"\s*([^{}]*(?:[<>]|\\(?:[lg]e|ne)(?![A-Za-z])).*)\\\}$"
 )
 MEMBER = re.compile(r"^(?:[A-Za-z]\s*\\in|\([A-Za-z,\s]+\)\s*=)\s*(?=[\[({\\])")
+# x_1 = 1, x_2 = 2 has the names x_1 and x_2.
+NAMES = re.compile(r"(?<![\\A-Za-z])([A-Za-z](?:_(?:\{\w+\}|\w))?)\s*=")
+INDEX = re.compile(r"(?<=[A-Za-z])_(?:\{\w+\}|\w)(?=\s*=)")
+FOR_INTEGERS = re.compile(
+    r"(?<=\S)[\s,;]*\(?\s*\b([kmn])\s*\\in\s*(?:\\mathbb\s*\{?)?\s*Z\s*\}?\s*\)?\s*$"
+)
 MONEY = re.compile(r"([-+]?)\s*(?:(?:US)?\$|([€£¥₹₩₽₺₫₪₱]|Rs\b)\.?|USD\b)\s*(?=[\d.])")
 MONEY_BEHIND = re.compile(r"(?<=\d)\s*([€£¥₹₩₽₺₫₪₱])$")
 CURRENCIES = {"": "dollar", "€": "euro", "£": "lb", "¥": "yuan", "₹": "rupee", "Rs": "rupee"}
@@ -126,6 +132,11 @@ OTHER_UNITS += " hp nm qt fps bps"
 CANONICAL = {name: unit for unit, names in UNIT_NAMES.items() for name in [unit, *names.split()]}
 CANONICAL |= {unit: unit for unit in OTHER_UNITS.split()}
 UNIT_WORDS = "|".join(sorted(CANONICAL, key=len, reverse=True))
+# A single letter with a blank, from \mathrm: 5(m) is a product.
+BRACKETED_UNIT = re.compile(
+    rf"(?<=[\d}})\s])\((?=\s|[A-Za-z°]{{2}})\s*"
+    rf"((?:(?:{UNIT_WORDS})s?(?![A-Za-z])(?:\s*\^\s*\{{?-?\d\}}?)?[\s/·]*)+)\)\s*$"
+)
 CANONICAL["in"] = "inch"  # no unit in a sentence
 
 
@@ -152,6 +163,7 @@ def same_mathematics(given: str, wanted: str) -> bool:
     times = CLOCK.fullmatch(given), CLOCK.fullmatch(wanted)
     if times[0] and times[1] and all(time[2] or time[3] for time in times):
         return _same_time(times[0], times[1])
+    given, wanted = _of_integers(given), _of_integers(wanted)
     given, wanted = _like(given, wanted), _like(wanted, given)
     # Who asks for x^2 + y^2 = 5 does not ask for 5.
     if CHAIN.search(wanted) and re.search(r"[+*/^-]", CHAIN.split(wanted)[0]):
@@ -227,10 +239,21 @@ def _undotted(found: re.Match[str]) -> str:
     return found[0].replace(".", "")
 
 
+def _of_integers(text: str) -> str:
+    """Return 2k\\pi for 2n\\pi, n \\in \\mathbb{Z}; a bound on integers stays."""
+    found = FOR_INTEGERS.search(text)
+    if not found or INEQUALITY.search(text):
+        return text
+    return re.sub(rf"(?<![\\A-Za-z]){found[1]}(?![A-Za-z])", "k", text[: found.start()])
+
+
 def _like(text: str, other: str) -> str:
     """Return a list without brackets in those of the other side, and the condition of a set;
-    `x \\in` is left out.
+    `x \\in` is left out, and the indices of names if the other side has none: x = 1, x = 2.
     """
+    names = NAMES.findall(other)
+    if len(names) > 1 and len(set(names)) == 1 and "_" not in names[0]:
+        text = INDEX.sub("", text)
     text, other = (MEMBER.sub("", BUILDER.sub(r"\1", side)) for side in (text, other))
     is_tuple, is_set = re.fullmatch(r"\(.*,.*\)", other), re.fullmatch(r"\\\{.*,.*\\\}", other)
     if (is_tuple or is_set) and "," in text and not re.search(r"[()\[\]]|\\\{", text):
@@ -286,6 +309,7 @@ def _minutes(time: re.Match[str]) -> set[int]:
 
 def _parted(text: str) -> tuple[str, str]:
     """Return a value and its unit: dollar of $5, m^2 of 5 square metres, or none."""
+    text = BRACKETED_UNIT.sub(r" \1", text)
     if money := MONEY.match(text):
         amount, currency = text[money.end() :], CURRENCIES.get(money[2] or "", money[2])
         value, unit = _parted(amount)
@@ -485,7 +509,7 @@ def _agree(a: Any, b: Any) -> bool:
         return _agree(members[0], b)
     if kind != other_kind or len(members) != len(others):
         return False
-    if kind in ("set", "union"):
+    if kind in ("set", "union", "chain"):
         return _pair_up(members, list(others))
     if kind:
         return all(_agree(x, y) for x, y in zip(members, others, strict=True))
@@ -505,6 +529,8 @@ def _members(expression: Any) -> tuple[str, Sequence[Any]]:
         return "set", expression.args
     if isinstance(expression, sympy.Union):
         return "union", expression.args
+    if isinstance(expression, sympy.And):
+        return "chain", expression.args
     if isinstance(expression, sympy.Tuple):
         return "tuple", expression.args
     if isinstance(expression, sympy.Interval):

@@ -129,11 +129,12 @@ def test_a_file_without_a_usable_function_is_refused_at_start(tmp_path, code, me
 
 
 def test_the_examples_score_what_they_say():
-    queries, prompts = ["1+1=2", "1+1= 1,000 / no", "1+1=x", "1+1=1/2"], ["1+1="] * 4
-    batch = RewardBatch(queries, prompts, [q[4:] for q in queries], ["2", "1000", "2", 0.5])
+    queries = ["1+1=2", "1+1= 1,000 / no", "1+1=x", "1+1=1/2", "1+1=\\boxed{3, 2}"]
+    labels = ["2", "1000", "2", 0.5, ["2", "3"]]
+    batch = RewardBatch(queries, ["1+1="] * 5, [q[4:] for q in queries], labels)
     result = UserFunctions.load("examples/python/math_reward_func.py").answer(batch)
-    assert result.rewards == [1.0, 1.0, 0.0, 1.0]
-    assert result.extra_logs["has_answer"] == [1.0, 1.0, 0.0, 1.0]
+    assert result.rewards == [1.0, 1.0, 0.0, 1.0, 1.0]
+    assert result.extra_logs["has_answer"] == [1.0, 1.0, 0.0, 1.0, 1.0]
     words = RewardBatch(["pab abcd"], ["p"], ["ab abcd"], [None])
     assert math.isclose(
         UserFunctions.load("examples/python/reward_func.py").answer(words).rewards[0],
