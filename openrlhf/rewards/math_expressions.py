@@ -128,7 +128,7 @@ UNIT_NAMES = {
     "mi/h": "mph",
 }
 OTHER_UNITS = "mg hz khz mhz ghz pa kpa kw kwh kj ms kb mb gb tb oz yd rpm ppm pcs pts tsp day cc"
-OTHER_UNITS += " hp nm qt fps bps"
+OTHER_UNITS += " hp nm qt fps bps cent"
 CANONICAL = {name: unit for unit, names in UNIT_NAMES.items() for name in [unit, *names.split()]}
 CANONICAL |= {unit: unit for unit in OTHER_UNITS.split()}
 UNIT_WORDS = "|".join(sorted(CANONICAL, key=len, reverse=True))

@@ -84,6 +84,12 @@ UNIT_AFTER = re.compile(
     rf"\s*(?:(?:{UNIT_WORDS})s?(?:\s*\^\s*\{{?\d\}}?)?(?:\s*/\s*[a-z]+|\s+per\s+[a-z]+)?|[ap]m)(?![A-Za-z])",
     re.IGNORECASE,
 )
+# An answer of several parts: 12 apples and 5 pears alone, 1 hour and 30 minutes anywhere.
+PARTS = re.compile(
+    rf"(?:^\s*\d[\d.,]*\s*[a-z]+(?:,\s*\d[\d.,]*\s*[a-z]+)*,?\s+and\s+\d[\d.,]*\s*[a-z]+"
+    rf"|\b\d[\d.,]*\s*(?:{UNIT_WORDS})s?\s+and\s+\d[\d.,]*\s*(?:{UNIT_WORDS})s?(?![a-z]))(?!.*\d)",
+    re.IGNORECASE,
+)
 BOUND = re.compile(
     r"\b(?:than|at (?:most|least)|between|up to|far from|below|above|under|over|twice|double|triple"
     r"|(?:half|third|quarter|root|square|cube|power|reciprocal|inverse|opposite|logarithm|factorial)"
@@ -301,6 +307,8 @@ def _value(text: str, truth: str) -> str:
     explained = EXPLAINED.fullmatch(text)
     if explained and not is_hedged and not VERB.search(explained[1], explained.end("value")):
         text = explained[1]
+    if not is_hedged and (parts := PARTS.search(text)):
+        return parts[0]
     prose = [
         found.span()
         for found in PROSE.finditer(text)
