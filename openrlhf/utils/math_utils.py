@@ -20,7 +20,8 @@ ANNOUNCED = re.compile(
     r"####(?!#|\s*(?-i:\d+[.)] [A-Z]))|<answer>"
     r"|答案(?:应该|应)?(?:是|为)?|故?选择?(?=[\s:：(（]*[A-J])|答(?=[:：])"
     r"|(?:\bto (?:\w+ (?:at )?(?:the|our|an?|this) (?:\w+ )?)?)?"
-    rf"(?<!/)\b(?:answers?{TO_END}(?:\bis\b|\bare\b|\bbe\b|[:：=]|\n)|solutions?{TO_END}(?:\bis\b|\bare\b|\bbe\b|=))",
+    rf"(?<!/)\b(?:answers?{TO_END}(?:\b(?:is|are|be)\b|[:：=]|\n)"
+    rf"|solutions?{TO_END}(?:\b(?:is|are|be)\b|=))",
     re.IGNORECASE,
 )
 # No answer alone, but words before a number, or a calculation.
