@@ -51,6 +51,7 @@ from openrlhf.utils.tokenizer import (
     tokenizer_of,
     unused_sampling,
 )
+from openrlhf.utils.worker_process import ending_children
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -124,7 +125,7 @@ def read_inputs(
         with gathered:
             check_vllm_is_installed(instead=INSTEAD_OF_VLLM)
     if agent_path := config.train.agent_func_path:
-        with gathered:
+        with gathered, ending_children():  # those of the file start again in each worker
             load_agent(agent_path)
     policy = check_models(config, gathered, has_engines=has_engines)
     tokenizer = None

@@ -40,13 +40,15 @@ def blaming(
 
 
 def mistyped_key(answer: Mapping[str, object], known: Sequence[str]) -> str:
-    """Return a sentence about a key of a dict that is nearly one that is read and is not there;
-    empty if there is none.
+    """Return a sentence about a key of a dict that is nearly one that is read; empty if there is
+    none.
     """
     for key in (str(key) for key in answer if key not in known):
         for meant in get_close_matches(key.lower(), known, 1, NEARLY):
-            if meant not in answer:
-                return f"the answer has the key {key!r:.120}. Write {meant!r}."
+            remedy = (
+                f". Write {meant!r}." if meant not in answer else f" beside {meant!r}: drop one."
+            )
+            return f"the answer has the key {key!r:.120}{remedy}"
     return ""
 
 

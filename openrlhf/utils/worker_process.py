@@ -313,6 +313,17 @@ def is_stopped(process: psutil.Process) -> bool:
         return False
 
 
+@contextmanager
+def ending_children() -> Iterator[None]:
+    """End the processes that the block starts, as user code may when it is imported."""
+    before = set(psutil.Process().children())
+    try:
+        yield
+    finally:
+        for child in set(psutil.Process().children()) - before:
+            kill_tree(child.pid)
+
+
 def kill_tree(pid: int) -> None:
     """Kill the children of a process, wherever they went, and the session that it leads."""
     children: list[psutil.Process] = []

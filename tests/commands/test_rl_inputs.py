@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -125,6 +126,27 @@ def test_functions_of_the_users_are_held_against_their_calls_before_models_load(
         f"error: {file}:11: step(self, observation, action) cannot be called as it will be: "
         "missing a required argument: 'action'. Write step(self, states, **kwargs)."
     )
+
+
+STARTS_A_SERVER = """
+import subprocess
+from pathlib import Path
+
+server = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+Path(__file__).with_suffix(".pid").write_text(str(server.pid))
+"""
+
+
+def test_what_an_agents_file_starts_does_not_outlive_the_check_of_the_file(
+    refuse: Callable, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(STARTS_A_SERVER + OWN_CODE)
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q"}])
+    words = f"--pretrain {tiny_model_dir} --prompt_data {data} --agent_func_path {file}:Game"
+    assert refuse("train_ppo", words.split())[0] == 2
+    pid = int((tmp_path / "own.pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_an_argument_of_a_reward_function_that_rows_lack_is_refused_before_models_load(

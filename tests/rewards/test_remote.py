@@ -205,6 +205,12 @@ def test_a_key_that_is_nearly_right_is_refused(key: str, meant: str) -> None:
     assert f"{server.url}: the answer has the key '{key}'. Write '{meant}'." in str(caught.value)
 
 
+def test_two_keys_that_mean_the_same_are_refused() -> None:
+    answer = 200, json.dumps({"rewards": [1.0], "reward": [0.5]}).encode()
+    with always(answer) as server, pytest.raises(RewardError, match="beside 'rewards': drop one"):
+        score(server.url)
+
+
 def test_a_dead_server_is_replaced_by_another_without_waiting() -> None:
     with RewardServer() as server:
         result = score(f"{free_url()},{server.url}", 20)
