@@ -322,6 +322,8 @@ def ending_children() -> Iterator[None]:
     finally:
         for child in set(psutil.Process().children()) - before:
             kill_tree(child.pid)
+            with suppress(psutil.Error):
+                child.kill()
 
 
 def kill_tree(pid: int) -> None:

@@ -132,16 +132,17 @@ STARTS_A_SERVER = """
 import subprocess
 from pathlib import Path
 
-server = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+server = subprocess.Popen(["sleep", "1000"], start_new_session={own_session})
 Path(__file__).with_suffix(".pid").write_text(str(server.pid))
 """
 
 
+@pytest.mark.parametrize("own_session", [False, True])
 def test_what_an_agents_file_starts_does_not_outlive_the_check_of_the_file(
-    refuse: Callable, tiny_model_dir: Path, tmp_path: Path
+    refuse: Callable, tiny_model_dir: Path, tmp_path: Path, *, own_session: bool
 ) -> None:
     file = tmp_path / "own.py"
-    file.write_text(STARTS_A_SERVER + OWN_CODE)
+    file.write_text(STARTS_A_SERVER.format(own_session=own_session) + OWN_CODE)
     data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q"}])
     words = f"--pretrain {tiny_model_dir} --prompt_data {data} --agent_func_path {file}:Game"
     assert refuse("train_ppo", words.split())[0] == 2
