@@ -23,7 +23,13 @@ from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig, RunConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
-from openrlhf.distributed.train_engine import EvalEngine, TrainEngine, make_optimizer, make_schedule
+from openrlhf.distributed.train_engine import (
+    EvalEngine,
+    TrainEngine,
+    make_optimizer,
+    make_schedule,
+    sum_in_fp32,
+)
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import ConfigError
 from openrlhf.utils.context_parallel import ContextGroup
@@ -156,6 +162,12 @@ class DeepSpeedStrategy:
         """Wrap a model for training; `num_updates` is the exact horizon of the learning rate."""
         model_size = self._made_ready(model, is_trained=True)
         stage = effective_stage(self.ds, model_size)
+        is_muon, is_fp32 = optim.optim == "muon", model_size.dtype == torch.float32
+        if is_muon and self.ds.adam_offload and stage < 3 and not is_fp32:
+            raise ConfigError(
+                "--optim muon with --adam_offload in 16 bits sums micro-batches in 16 bits, which "
+                "loses them. Leave --adam_offload out, or type --zero_stage 3 on several ranks."
+            )
         config = training_config(self.ds, optim, model_size)
         self._split_layers(model)
         optimizer = make_optimizer(model, optim, is_cuda=self.device.type == "cuda")
@@ -169,6 +181,8 @@ class DeepSpeedStrategy:
             engine.first_dataloader_check.remove()  # it compares tensors only, not packed batches
         if self.ds.deepcompile:
             engine.compile()
+        if is_muon and stage in (1, 2):
+            sum_in_fp32(engine.optimizer)
         return TrainEngine(
             engine,
             make_schedule(optimizer, optim, num_updates=num_updates),
@@ -188,7 +202,8 @@ class DeepSpeedStrategy:
         self._split_layers(model)
         is_whole = effective_stage(self.ds, model_size) < 3
         if self.topology.tp_size > 1 or (is_whole and not offload):
-            return EvalEngine(model.to(self.device, dtype=model_size.dtype), self.device)
+            _cast(model, model_size.dtype)
+            return EvalEngine(model.to(self.device), self.device)
         config = _common(self.ds.model_copy(update={"adam_offload": False}), model_size, 3)
         if offload:
             config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -236,8 +251,7 @@ def split(
     One parameter at a time is whole on the device. `deepspeed.initialize` would move all of the
     model there first.
     """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # DeepSpeed takes split ones as they are
+    _cast(model, dtype)  # DeepSpeed takes split ones as they are
     deepspeed = collectives.import_deepspeed()
     # The ranks of --zpg: DeepSpeed makes their group for the first model of a process only.
     has_zpg = config["zero_optimization"]["zero_hpz_partition_size"] > 1
@@ -252,6 +266,14 @@ def split(
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     torch.cuda.empty_cache()
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give parameters a type. Buffers keep theirs, as in DeepSpeed: rotary frequencies in bf16
+    would be other positions.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def is_quantized(model: nn.Module) -> bool:

@@ -51,6 +51,7 @@ MAX_FP16_SKIPS = 20  # dynamic loss scaling finds its scale by overflowing
 ENGINE = "engine.json"
 SKIPPED = "num_skipped_updates"  # metric: of a step
 SKIPS_IN_A_ROW = "num_skipped_updates"  # key of ENGINE
+OWN_END = {"raise_error_at_min_scale": False}  # `step` ends a run of skips in its own words
 WEIGHTS, STEP = "fp32", "step"  # the other keys of a part are those of the optimizer's state
 MOMENTUM = "momentum_buffer"  # of Muon, in an optimizer's state
 ASLEEP = "_offload_buffer"  # ends keys of DeepSpeed's own, for states that sleep
@@ -183,6 +184,8 @@ class TrainEngine:
         self._sharing = collectives.ranks_on_node(is_counted=self._copies)  # the host memory
         self.update_ratio = 0.0  # norm of the last update by that of the weights, of this rank
         self._max_norm = max_norm
+        if self.zero_stage > 0:
+            vars(engine.optimizer.loss_scaler).update(OWN_END)
         self._num_grads = 0  # of ZeRO-3, while they are freed
         # Plain fp32 data parallelism: DeepSpeed clips unseen and never checks, so both are done
         # here.
@@ -330,7 +333,7 @@ class TrainEngine:
             zero.checkpoint_event_prologue()  # splits the parameters that are kept whole
         collectives.all_or_none(lambda: _load_parts(engine, folder))
         if self.zero_stage > 0:
-            vars(zero.loss_scaler).update(saved["loss_scaler"])
+            vars(zero.loss_scaler).update(saved["loss_scaler"], **OWN_END)
         if self.zero_stage in (1, 2):
             zero.update_lp_params()
         if self.zero_stage == 3:
@@ -345,8 +348,11 @@ class TrainEngine:
         return not is_on_cpu and hasattr(self.engine.optimizer, "offload_states")
 
     def _zero_step(self) -> float:
+        zero = self.engine.optimizer
         self.engine.step()
-        if getattr(self.engine.optimizer, "overflow", False):
+        if getattr(zero, "overflow", False):
+            if self.zero_stage in (1, 2):  # with an offloaded optimizer DeepSpeed 0.19.8 keeps them
+                zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
             return math.inf
         return float(self.engine.get_global_grad_norm())
 
@@ -357,6 +363,18 @@ class TrainEngine:
         else:
             self.engine.zero_grad()
         return grad_norm
+
+
+def sum_in_fp32(zero: Any) -> None:
+    """Have DeepSpeed (0.19.8) sum Muon's gradients of micro-batches in the type that it was asked
+    for: it takes those of 16-bit weights as they are.
+    """
+    found = zero.get_all_grad_tensors
+
+    def cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        return [gradient.to(dtype) for gradient in found(tensors, dtype)]
+
+    zero.get_all_grad_tensors = cast
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from openrlhf.distributed.train_engine import (
     resume_schedule,
 )
 from openrlhf.distributed.weights import stored_parameters
+from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model as make_tiny_model
@@ -149,6 +150,52 @@ def test_every_stage_takes_orthogonal_steps_and_goes_on_from_its_states(
             torch.testing.assert_close(steps[name], first, atol=1e-6, rtol=0)
             last = first_stage["weights"][name]
             torch.testing.assert_close(found["weights"][name], last, atol=0.02, rtol=0)
+
+
+class TwoMatrices(nn.Module):
+    """One of Muon's, one of Adam's; the gradient of both is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+        self.head = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x).sum() + self.head(x).sum()
+
+
+FIRST_MOMENTS = {"momentum_buffer": 0.05, "exp_avg": 0.1}  # the part of the first gradient in them
+
+
+def add_up(folder: Path) -> dict:
+    """Mean gradients of one large micro-batch and 64 small ones, from the optimizer's moments."""
+    found = {}
+    for stage in (2, 3):
+        strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=stage, param_dtype="bf16"))
+        strategy.setup()
+        engine = strategy.prepare_train(TwoMatrices(), OPTIM, num_updates=2)
+        for index in range(65):
+            x = torch.full((8,), 2.0**-9 if index else 1.0, dtype=torch.bfloat16)
+            loss = engine(x) * float(strategy.is_main)
+            engine.backward(loss, is_last_micro_batch=index == 64)
+        engine.step()
+        for state in engine.engine.basic_optimizer.state.values():
+            for key in FIRST_MOMENTS.keys() & state.keys():
+                moments = state[key].float()
+                found[stage, key] = (moments[moments != 0] / FIRST_MOMENTS[key]).mean().item()
+    return found
+
+
+def test_micro_batches_are_summed_in_fp32(tmp_path: Path) -> None:
+    for found in run_ranks(add_up, 2, tmp_path):
+        assert {key for _, key in found} == FIRST_MOMENTS.keys()
+        assert list(found.values()) == pytest.approx([1 + 64 / 512] * len(found), abs=0.005)
+
+
+def test_muon_with_an_offloaded_optimizer_in_16_bits_is_refused() -> None:
+    strategy = DeepSpeedStrategy(DeepSpeedConfig(param_dtype="bf16", adam_offload=True))
+    with pytest.raises(ConfigError, match="sums micro-batches in 16 bits"):
+        strategy.prepare_train(make_model(), OPTIM, num_updates=1)
 
 
 def test_muons_momentum_goes_on_with_fewer_ranks(folder: Path, results: list[dict]) -> None:

@@ -22,10 +22,15 @@ from openrlhf.distributed.strategy import (
 )
 from openrlhf.distributed.train_engine import TrainEngine, parameter_groups
 from openrlhf.distributed.weights import stored_parameters
-from openrlhf.errors import CheckpointError, ConfigError, SkippedUpdate
+from openrlhf.errors import CheckpointError, ConfigError, NumericsError, SkippedUpdate
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.utils.packing import PackedBatch
 from tests.distributed.spawn import run_ranks
 from tests.helpers.gradients import full_gradients
+from tests.models.helpers import command
 from tests.tiny import Payload
+from tests.tiny import make_model as make_tiny_model
 
 CASES = {
     "zero0": {"zero_stage": 0},
@@ -34,6 +39,8 @@ CASES = {
     "zero3": {"zero_stage": 3},
     "zero3-zpg": {"zero_stage": 3, "zpg": 2},
     "zero2-offload": {"zero_stage": 2, "adam_offload": True},
+    "zero2-bf16": {"zero_stage": 2, "param_dtype": "bf16"},
+    "zero2-bf16-offload": {"zero_stage": 2, "param_dtype": "bf16", "adam_offload": True},
     "zero3-bf16": {"zero_stage": 3, "param_dtype": "bf16"},
 }
 OPTIM = OptimizerConfig(
@@ -205,7 +212,56 @@ def test_every_stage_trains_as_a_bare_loop_does(
         ]
         # A bad gradient on one rank changes nothing anywhere; saved states bring weights back.
         assert found["is_unchanged"] and found["is_restored"]
-        assert 0 < found["norm_after"] < float("inf")
+        true_norm = results[0]["zero0"]["norm_after"]
+        assert found["norm_after"] == pytest.approx(true_norm, rel=2 * tolerance)
+
+
+def compare_frozen(folder: Path) -> dict:
+    """Log-probs of one model in bf16: trained, frozen, and frozen in host memory."""
+    strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=2, param_dtype="bf16"))
+    strategy.setup()
+
+    def load() -> Actor:
+        return Actor(load_causal_lm(folder / "qwen2", command(param_dtype="bf16")))
+
+    engines = {
+        "trained": strategy.prepare_train(load(), OPTIM, num_updates=1),
+        "frozen": strategy.prepare_eval(load()),
+        "offloaded": strategy.prepare_eval(load(), offload=True),
+    }
+    ids = torch.randint(6, 262, (512,), generator=torch.Generator().manual_seed(0))
+    row = PackedBatch.from_sequences([ids], [torch.arange(512) > 0])
+    with torch.no_grad():
+        return {name: engine(row).logprobs.float() for name, engine in engines.items()}
+
+
+def test_a_frozen_model_in_16_bits_has_the_log_probs_of_the_trained_one(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "qwen2", num_heads=2, hidden_size=128, initializer_range=0.1)
+    [found] = run_ranks(compare_frozen, 1, tmp_path)
+    for name in ("frozen", "offloaded"):
+        assert torch.equal(found[name], found["trained"]), name
+
+
+def overflow_always(folder: Path) -> dict:
+    """What the last of many updates without a finite gradient raises, by ZeRO stage."""
+    found = {}
+    for stage in (2, 3):
+        strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=stage, param_dtype="fp16"))
+        strategy.setup()
+        engine = strategy.prepare_train(make_model(), OPTIM, num_updates=50)
+        with pytest.raises(NumericsError) as caught:
+            for _ in range(50):
+                loss = loss_of(engine, samples_of(0).half()) * float("nan")
+                engine.backward(loss, is_last_micro_batch=True)
+                engine.step()
+        found[stage] = str(caught.value)
+    return found
+
+
+def test_fp16_gradients_that_are_never_finite_end_in_our_words(tmp_path: Path) -> None:
+    for found in run_ranks(overflow_always, 2, tmp_path):
+        for said in found.values():
+            assert said.startswith("the gradient was not finite in 20 updates in a row")
 
 
 @pytest.mark.parametrize("case", CASES)
