@@ -35,7 +35,7 @@ def saved(make: Callable[[str], SFTConfig | PPOConfig] = sft) -> dict:
         (sft, "--lr_scheduler linear", "--lr_scheduler cosine_with_min_lr"),
         (sft, "--bf16", "--param_dtype auto"),
         (sft, "--pretrain n", "--pretrain m"),
-        (sft, "--target_modules q_proj v_proj", "--target_modules all-linear"),
+        (sft, "--target_modules q_proj v_proj --lora_rank 0", "--target_modules all-linear"),
         (rl_config, "--rollout_batch_size 512", "--rollout_batch_size 1024"),
         (rl_config, "--advantage_estimator reinforce", "--advantage_estimator gae"),
         (rl_config, "--enable_ema", "--enable_ema false"),
