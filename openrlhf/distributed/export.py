@@ -23,7 +23,7 @@ from openrlhf.distributed import collectives
 from openrlhf.distributed.folders import MARGIN, flush, flush_one, free_bytes, has_room
 from openrlhf.distributed.weights import exported_parameters, total_bytes
 from openrlhf.errors import CheckpointError, ConfigError
-from openrlhf.utils.adapter_folder import base_of_adapter, merge_command
+from openrlhf.utils.adapter_folder import adapter_below, merge_command
 from openrlhf.utils.console import warn
 from openrlhf.utils.images import processor_files
 from openrlhf.utils.memory import human_size
@@ -122,8 +122,7 @@ def write_folder(
     card.write_text(model_card(hf_model))
     for file in temporary.glob("*.safetensors"):
         shutil.copymode(card, file)  # the library makes files that only their owner can read
-    below = base_of_adapter(temporary)
-    if below is not None and base_of_adapter(below) is not None:
+    if (below := adapter_below(temporary)) is not None:
         warn(
             f"{path} is an adapter on {below}, an adapter itself, which PEFT and vLLM would leave "
             f"out. To merge them: {merge_command(path, below)}"

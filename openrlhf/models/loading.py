@@ -40,8 +40,13 @@ from openrlhf.models.support import (
     refuse_unsupported,
 )
 from openrlhf.models.vision import blank_picture
-from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
-from openrlhf.utils.console import notice, say_notices
+from openrlhf.utils.adapter_folder import (
+    adapter_below,
+    base_of_adapter,
+    is_reward_adapter,
+    merge_command,
+)
+from openrlhf.utils.console import say_notices
 from openrlhf.utils.images import (
     BANNED_LOGIT,
     ImageProcessor,
@@ -526,14 +531,12 @@ def merge_adapter(
     if has_head != is_rm:  # the head would be lost, or is not there
         kind, remedy = ("a", "Type") if has_head else ("no", "Leave out")
         raise ConfigError(f"{adapter_path} is {kind} reward model's adapter. {remedy} --is_rm.")
-    named = base_of_adapter(adapter_path)
-    if named is not None and _place(named) != _place(base_path):
-        if base_of_adapter(named) is not None:
-            raise ConfigError(
-                f"{adapter_path} was trained on {named}, which is an adapter itself and would be "
-                f"left out. Type --model_path {named}."
-            )
-        notice(f"{adapter_path} was trained on {named}; {base_path} is taken for the same model")
+    below = adapter_below(adapter_path)
+    if below is not None and _place(below) != _place(base_path):
+        raise ConfigError(
+            f"{adapter_path} was trained on {below}, which is an adapter itself and would be left "
+            f"out. Type --model_path {below}."
+        )
     load = load_sequence_model if is_rm else load_causal_lm
     merged = load(adapter_path, command, base=base_path)
     merged.name_or_path = merged.config._name_or_path = base_path

@@ -32,6 +32,14 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
     return base
 
 
+def adapter_below(path: str | os.PathLike[str]) -> str | None:
+    """Return the adapter that the adapter in a folder was trained on; None if it was trained on a
+    model, or names nothing.
+    """
+    base = (read_adapter_config(path) or {}).get("base_model_name_or_path")
+    return base if base and read_adapter_config(base) is not None else None
+
+
 def with_bases(path: str) -> list[str]:
     """Return the path and, of an adapter, the adapters that it was trained on and the model below
     them. Raises ConfigError where one of them is its own base.
