@@ -20,11 +20,8 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
 
     Raises ConfigError where the folder names no base.
     """
-    settings = read_adapter_config(path)
-    if settings is None:
-        return None
-    base = settings.get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
+    base = named_base(path)
+    if base is None and read_adapter_config(path) is not None:
         raise ConfigError(
             f"{path} holds an adapter that does not say what it was trained on. Merge it: "
             f"{merge_command(path, 'BASE')}"
@@ -32,12 +29,18 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
     return base
 
 
+def named_base(path: str | os.PathLike[str]) -> str | None:
+    """Return the base that an adapter's folder names; None if it names none, or is no adapter's."""
+    base = (read_adapter_config(path) or {}).get("base_model_name_or_path")
+    return base if isinstance(base, str) and base else None
+
+
 def adapter_below(path: str | os.PathLike[str]) -> str | None:
     """Return the adapter that the adapter in a folder was trained on; None if it was trained on a
     model, or names nothing.
     """
-    base = (read_adapter_config(path) or {}).get("base_model_name_or_path")
-    return base if base and read_adapter_config(base) is not None else None
+    base = named_base(path)
+    return base if base is not None and read_adapter_config(base) is not None else None
 
 
 def with_bases(path: str) -> list[str]:

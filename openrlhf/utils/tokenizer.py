@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 
 from openrlhf.config.local_paths import is_template_text
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.utils.adapter_folder import base_of_adapter
+from openrlhf.utils.adapter_folder import named_base
 from openrlhf.utils.threads import start_thread
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
@@ -249,7 +249,7 @@ def generation_config_of(name_or_path: str) -> GenerationConfig | None:
     none.
     """
     own = own_generation_config(name_or_path)
-    base = base_of_adapter(name_or_path) if own is None else None
+    base = named_base(name_or_path) if own is None else None
     return own if base is None else generation_config_of(base)
 
 
@@ -502,7 +502,7 @@ def _adds_prefix_space(tokenizer: Tokenizer) -> bool:
 
 
 def _folder_with_tokenizer(name_or_path: str) -> str:
-    base = base_of_adapter(name_or_path)
+    base = named_base(name_or_path)
     has_own = (Path(name_or_path).expanduser() / "tokenizer_config.json").is_file()
     return name_or_path if base is None or has_own else _folder_with_tokenizer(base)
 
@@ -510,7 +510,7 @@ def _folder_with_tokenizer(name_or_path: str) -> str:
 def _configured_eos(model_name_or_path: str, trust_remote_code: bool = False) -> list[int | None]:
     """Return the ends of responses that a model's folder names."""
     config = generation_config_of(model_name_or_path)
-    if config is None and (base := base_of_adapter(model_name_or_path)) is not None:
+    if config is None and (base := named_base(model_name_or_path)) is not None:
         return _configured_eos(base, trust_remote_code)
     if config is None:
         try:

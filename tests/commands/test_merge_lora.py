@@ -119,7 +119,7 @@ def test_an_adapter_on_an_adapter_is_merged_into_that_one_only(tmp_path, caplog)
     torch.testing.assert_close(merged(TOKEN_IDS).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_an_adapter_that_names_no_base_is_exported(tmp_path):
+def test_an_adapter_that_names_no_base_is_exported_and_merged(tmp_path):
     base = make_model(tmp_path / "base")
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     model.name_or_path = ""  # made in memory
@@ -129,7 +129,10 @@ def test_an_adapter_that_names_no_base_is_exported(tmp_path):
     write_folder(adapted, adapted.state_dict(), tokenizer, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert not config["base_model_name_or_path"]
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    combine(base, tmp_path / "adapter", tmp_path / "merged")
+    assert weights_of(tmp_path / "merged").keys() == weights_of(base).keys()
+    ends = GenerationConfig.from_pretrained(base).eos_token_id
+    assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == ends
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):

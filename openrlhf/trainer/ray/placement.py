@@ -29,7 +29,7 @@ from openrlhf.utils.progress import Quiet
 from openrlhf.utils.threads import waiting_of_threads
 
 LOOK_EVERY_S = 2.0
-FREE_S = 8  # for devices to be free
+FREE_S = 20  # for devices to be free
 # On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
 CPU_SHARE_OF_A_RANK = 0.01
 COLOCATED_SHARE = 0.2  # of a GPU, for each of the models that share it; less for more than five
@@ -80,16 +80,19 @@ def place(
     bundle = {"GPU": 1.0, "CPU": 1.0} if cluster.has_gpus else {"CPU": CPU_SHARE_OF_A_RANK}
     pools: dict[str, list[PlacementGroup]] = {}
     for demand in demands:
-        if _has_whole_nodes(demand, demands):  # first, while there are such nodes
+        if _has_whole_nodes(demand, demands):
             pools[demand.pool] = [
                 placement_group([bundle] * demand.bundles_per_rank, strategy="STRICT_PACK")
                 for _ in range(demand.num_ranks)
             ]
-    for pool, size in pool_sizes(demands).items():
+    deadline = time.monotonic() + FREE_S
+    # What needs room on one node is there before anything else takes part of that node.
+    is_placed = _wait_for_groups(pools, deadline)
+    for pool, size in pool_sizes(demands).items() if is_placed else ():
         if pool not in pools:
             pools[pool] = [placement_group([bundle] * size, strategy="PACK")]
     groups = [group for of_pool in pools.values() for group in of_pool]
-    if not all(group.wait(FREE_S) for group in groups):
+    if not is_placed or not _wait_for_groups(pools, deadline):
         for group in groups:
             remove_placement_group(group)
         raise ConfigError(
@@ -112,6 +115,15 @@ def place(
                 actor_options(group, bundles, resources, num_threads=num_threads)
             )
     return slots, groups
+
+
+def _wait_for_groups(pools: Mapping[str, Sequence[PlacementGroup]], deadline: float) -> bool:
+    """Return False if a group of the pools has no place at the deadline of `time.monotonic()`."""
+    return all(
+        group.wait(max(deadline - time.monotonic(), 0))
+        for of_pool in pools.values()
+        for group in of_pool
+    )
 
 
 def _has_whole_nodes(demand: RoleDemand, demands: Sequence[RoleDemand]) -> bool:
