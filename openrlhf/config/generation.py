@@ -118,7 +118,8 @@ class GenerationConfig(StopConfig):
         "max_new_tokens",
         gt=0,
     )
-    temperature: float = option(1.0, "Sampling temperature.", gt=0, le=2)
+    # Below 0.01, vLLM takes 0.01.
+    temperature: float = option(1.0, "Sampling temperature.", ge=0.01, le=2)
     top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
 
     @property

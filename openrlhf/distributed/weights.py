@@ -140,7 +140,7 @@ def _tensors(model: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[st
         if id(tensor) not in seen:  # tied weights are written once
             seen.add(id(tensor))
             with whole_parameters([tensor]):
-                yield f"{prefix}{name}", tensor.data
+                yield f"{prefix}{name}", _plain(tensor)
     for name, child in model.named_children():
         yield from _tensors(child, f"{prefix}{name}.", seen)
 
@@ -148,14 +148,19 @@ def _tensors(model: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[st
 @torch.no_grad()
 def _merged_weight(layer: nn.Module) -> Tensor:
     """Return the weight of a LoRA layer with its adapters added, as floats."""
-    weight = layer.base_layer.weight.data
-    if hasattr(layer.base_layer.weight, "quant_state"):
-        from peft.utils.integrations import dequantize_module_weight  # noqa: PLC0415 - QLoRA only
-
-        weight = dequantize_module_weight(layer.base_layer).data
+    weight = _plain(layer.base_layer.weight)
     for adapter in layer.active_adapters:
         weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
     return weight
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a weight as floats, also where it is held in 4 bits."""
+    if not hasattr(tensor, "quant_state"):
+        return tensor.data
+    from bitsandbytes.functional import dequantize_4bit  # noqa: PLC0415 - QLoRA only
+
+    return dequantize_4bit(tensor.data, tensor.quant_state)
 
 
 class WeightAverage:

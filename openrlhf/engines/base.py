@@ -4,6 +4,7 @@ Every engine (vLLM, Hugging Face, fakes in tests) has these calls; nothing above
 knows which one it has.
 """
 
+import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,12 @@ class SamplingSettings:
             return self
         seed = (self.seed << 32) + row_id * self.num_samples
         return replace(self, seed=seed % 2**SEED_BITS)
+
+    def for_part(self, name: object) -> "SamplingSettings":
+        """Return the settings of a part of a sample, as a turn of it: with a seed, its own one."""
+        if self.seed is None:
+            return self
+        return replace(self, seed=random.Random(f"{self.seed} {name}").getrandbits(SEED_BITS))
 
     def for_sample(self, k: int) -> "SamplingSettings":
         """Return the settings of sample k of a prompt by itself."""

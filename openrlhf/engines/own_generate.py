@@ -5,10 +5,11 @@ before top-p. Suffixes: R rows of a batch, L tokens so far, T tokens to come, V 
 """
 
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from openrlhf.utils.packing import base_model_of, is_padded
 from openrlhf.utils.tokenizer import Tokenizer
 
 MAX_NUM_ROWS = 256
-STREAM_SEEDS = 2**40  # seeds of a stream; those of the next stream follow
+NAMED_SEED_BITS = 62  # room for the samples of a request
 PAD = 0  # masked wherever it stands
 BLOCK = 256  # tokens of a vocabulary that are summed up
 # Attention that takes masks; "eager" is there for a reason.
@@ -43,9 +44,8 @@ class OwnGenerate:
     """A model that samples with its own `generate`.
 
     The model may be in training: its mode and its attention come back after each call. Sample k of
-    a request takes the request's seed plus k; a call that needs seeds draws the first from torch's
-    own generator, whose state is all that a checkpoint has to hold. Ranks are seeded alike: those
-    that sample side by side have a `stream` each, and draw different numbers.
+    a request takes the request's seed plus k. One without a seed gets it from its name, so that no
+    number depends on which rank samples it, on what was sampled before, or on a restart.
     """
 
     def __init__(
@@ -54,19 +54,18 @@ class OwnGenerate:
         *,
         max_num_rows: int = MAX_NUM_ROWS,
         weight_version: int = 0,
-        stream: int = 0,
+        seed: int = 0,
         tokenizer: Tokenizer | None = None,
         processor: ImageProcessor | None = None,
     ) -> None:
-        """`tokenizer` is needed for stop texts, `processor` by a model that sees images."""
+        """`seed` is the run's. Stop texts need `tokenizer`, models that see `processor`."""
         self.model, self.max_num_rows, self.tokenizer = model, max_num_rows, tokenizer
         self.processor = processor
-        self.weight_version, self.stream = weight_version, stream
+        self.weight_version, self.seed = weight_version, seed
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Return the completions of every request, in order; log-probs are those before top-p."""
-        drawn = count(int(torch.randint(STREAM_SEEDS, ())) + STREAM_SEEDS * self.stream)
-        rows = [row for request in requests for row in one_by_one(request, drawn)]
+        rows = [row for request in requests for row in one_by_one(request, self.seed)]
         answers: dict[int, Completion] = {}
         with generating(self.model) as base:
             for batch in self._batches(rows):
@@ -94,12 +93,13 @@ class OwnGenerate:
                 yield alike[begin : begin + self.max_num_rows]
 
 
-def one_by_one(request: GenerationRequest, drawn: Iterator[int]) -> Iterator[GenerationRequest]:
+def one_by_one(request: GenerationRequest, run_seed: int) -> Iterator[GenerationRequest]:
     """Yield a request of one sample for every sample, with a seed of its own."""
-    sampling = request.sampling
-    seeds = drawn if sampling.seed is None else count(sampling.seed)
-    for seed in islice(seeds, sampling.num_samples):
-        yield replace(request, sampling=replace(sampling, num_samples=1, seed=seed))
+    sampling, seed = request.sampling, request.sampling.seed
+    if seed is None:
+        seed = random.Random(f"{run_seed} {request.request_id}").getrandbits(NAMED_SEED_BITS)
+    for k in range(sampling.num_samples):
+        yield replace(request, sampling=replace(sampling, num_samples=1, seed=seed + k))
 
 
 class ChooseTokens(LogitsProcessor):

@@ -88,7 +88,8 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
                 self.loaded.update(self.model.load_weights(tensors))
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
             name = next(reversed(self.sums), "the first tensor")
-            raise WeightSyncError(f"the engine cannot load {name}: {error}") from error
+            why = str(error) or type(error).__name__  # asserts of vLLM's layers say nothing
+            raise WeightSyncError(f"the engine cannot load {name}: {why}") from error
         for layer in self.model.modules():
             _own_pending(layer)
 

@@ -40,6 +40,17 @@ class RewardTerms(NamedTuple):
     aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
 
 
+class ScalarHead(nn.Linear):
+    """A head that computes in fp32: in the weights' 16 bits its output would lie on a grid, on
+    which close scores are equal.
+    """
+
+    def forward(self, hidden_nH: Tensor) -> Tensor:
+        """Return the scalars, (n, 1) fp32."""
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden_nH.float(), self.weight.float(), bias)
+
+
 class RewardModel(PackedModel):
     """A sequence classifier with one label, read at chosen positions of a packed row: one reward
     for each sequence, at its last token.
@@ -51,13 +62,16 @@ class RewardModel(PackedModel):
         super().__init__(model, with_aux_loss=with_aux_loss)
         config = base_model_of(model).config
         self.head_name = config.value_head_prefix
+        for module in base_model_of(model).get_submodule(self.head_name).modules():
+            if type(module) is nn.Linear:  # an adapter has two of them, the old and its own
+                module.__class__ = ScalarHead
         self.scale = reward_mean_and_std(config) if normalize_reward else (0.0, 1.0)
 
     def scores_at(self, batch: PackedBatch, positions_N: Tensor) -> RewardTerms:
         """Return the scalar of each of these row positions, (N,) fp32."""
         states = self.states_at(batch, positions_N)
         head = base_model_of(self.model).get_submodule(self.head_name)
-        scores = states.spread(head(states.hidden_nH).squeeze(-1).float())
+        scores = states.spread(head(states.hidden_nH).squeeze(-1))
         mean, std = self.scale
         return RewardTerms((scores - mean) / std, states.aux_loss)
 

@@ -92,6 +92,8 @@ class OpenAISession:
     model: str
     columns: Mapping[str, object]  # further columns of the prompt's row
     images: Sequence[str] = ()  # of the prompt, as data URLs
+    temperature: float = 1.0  # of the run, which differs in an evaluation
+    top_p: float = 1.0
 
 
 class RemoteInstance:

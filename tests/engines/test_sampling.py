@@ -1,5 +1,6 @@
 """vLLM and a model's own `generate` sample alike, with the log-probs that the trainer computes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,16 @@ def test_a_seed_repeats_itself_in_any_company(model):
     in_company = OwnGenerate(model, max_num_rows=5).generate([*others, seeded])[-1]
     assert [a.token_ids for a in in_company] == [a.token_ids for a in alone]
     assert alone[0].token_ids != alone[1].token_ids
+
+
+def test_numbers_follow_from_seed_and_name_of_a_request(model):
+    def sampled(seed, *names):
+        asked = [replace(request(max_new_tokens=12), request_id=name) for name in names]
+        return [one.token_ids for [one] in OwnGenerate(model, seed=seed).generate(asked)]
+
+    first = sampled(3, "step1/1", "step1/2")
+    assert first == [sampled(3, "step1/1")[0], sampled(3, "step1/2")[0]] and first[0] != first[1]
+    assert sampled(3, "step2/1")[0] != first[0] != sampled(4, "step1/1")[0]
 
 
 def test_a_frozen_head_is_not_copied_for_every_row(model):

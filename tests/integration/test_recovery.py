@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from openrlhf.cli import train_ppo_ray
 from openrlhf.commands import train_rl
@@ -40,6 +42,7 @@ from tests.helpers.processes import (
     wait_until,
     workers,
 )
+from tests.helpers.stopped_runs import records, sums_of_states
 from tests.integration.commands import SMALL, argv, run_command, steps_of
 from tests.integration.ppo_runs import saved_run
 from tests.tiny import write_jsonl
@@ -172,6 +175,37 @@ def test_a_run_goes_on_from_its_last_checkpoint_with_new_ranks(
     assert state["weight_version"] == NUM_STEPS
     with capsys.disabled():
         faults.show("2 ranks")
+
+
+EXACT: dict[int, Fault] = {
+    2: (ACTOR, "update", KILL),
+    3: (REFERENCE, "score", KILL),
+    4: (CRITIC, "update", KILL),
+    5: (ACTOR, "save", KILL),
+    6: (ACTOR, "generate", KILL),
+}
+
+
+def test_a_run_that_lost_ranks_is_the_run_that_lost_none(
+    ray_cluster: None, given: dict, faults: Faults, critic_dir: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = (
+        f"{FLAGS} --advantage_estimator gae --init_kl_coef 0.01 --save_steps 1 --zero_stage 2 "
+        "--vllm_num_engines 0 --actor_num_gpus_per_node 2 --max_samples 4 --num_episodes 6 "
+        "--seed 7"
+    )
+    runs = [given["save_path"] / name for name in ("straight", "faults")]
+    for run, plan in zip(runs, ({}, EXACT), strict=True):
+        faults.plan = plan
+        mine = given | {"save_path": run, "ckpt_path": run / "ckpt", "critic_pretrain": critic_dir}
+        train_ppo_ray.main(argv("", sizes=flags, **mine))
+    assert faults.struck_at.keys() == EXACT.keys()
+    assert len(records(runs[0])) >= 6 and records(runs[0]) == records(runs[1])
+    assert len(sums := sums_of_states(runs[0], 6)) == 3 and sums == sums_of_states(runs[1], 6)
+    straight, faulty = (load_file(run / "model.safetensors") for run in runs)
+    assert all(torch.equal(straight[name], faulty[name]) for name in straight | faulty)
+    with capsys.disabled():
+        faults.show("exactly")
 
 
 # All that may be lost; OPENRLHF_SOAK_STEPS=300 makes a long one of it, with a fault in ten steps.

@@ -48,6 +48,17 @@ def test_rewards_equal_the_hugging_face_classifier(architecture, tmp_path):
     torch.testing.assert_close(said(model, full_batch(sequences)), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_close_scores_in_half_precision_are_not_equal(causal_dir):
+    model = fp32(causal_dir).bfloat16()
+    model.model.score.weight.data *= 40  # large scores: the grid of bfloat16 is wide
+    sequences = random_sequences([12] * 256)
+    with torch.no_grad():
+        scores = said(model, full_batch(sequences))
+    assert scores.dtype == torch.float32 and len(scores) >= 256
+    assert len(scores.unique()) > 0.99 * len(scores)
+    assert len(scores.bfloat16().unique()) < 0.9 * len(scores)
+
+
 def test_values_are_read_before_each_target_one_sequence_at_a_time(causal_dir):
     critic = fp32(causal_dir, CriticModel)
     sequences = random_sequences(random_lengths(15, 30))

@@ -430,3 +430,66 @@ print(act_one(Path("{file}"), StreamingEngine(says(tokenizer, "ok")), tokenizer)
         [sys.executable, str(script)], capture_output=True, text=True, env=environ, check=False
     )
     assert done.stdout.split() == ["begun", "1.0"], done.stderr
+
+
+# Samples from a task that no episode began, as a server of the agent's own does.
+OF_NO_EPISODE = """
+    import asyncio, threading
+    from openrlhf.utils.agent import AgentExecutorBase
+
+    class AgentExecutor(AgentExecutorBase):
+        async def execute(self, prompt, label, sampling_params, llm_engine):
+            loop = asyncio.get_running_loop()
+            async def sample():
+                await asyncio.sleep(0.5)  # the others have begun
+                return await llm_engine.generate(prompt)
+            work = lambda: asyncio.run_coroutine_threadsafe(sample(), loop).result()
+            found = await asyncio.to_thread(threading_of, work)
+            ids, said = list(found.prompt_token_ids), list(found.outputs[0].token_ids)
+            end = len(ids) + len(said)
+            return {"reward": 1.0, "observation_tokens": ids + said,
+                    "action_ranges": [(len(ids), end)]}
+
+    def threading_of(work):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(attempt(work)))
+        thread.start()
+        thread.join()
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    def attempt(work):
+        try:
+            return work()
+        except Exception as error:
+            return error
+"""
+
+
+def test_a_turn_of_no_episode_has_the_settings_of_all_that_run_or_is_refused(
+    tmp_path, tiny_tokenizer
+):
+    engine = StreamingEngine(says(tiny_tokenizer, "yes"))
+    runner = make_runner(write_agent(tmp_path, OF_NO_EPISODE), engine, tiny_tokenizer)
+
+    def act(*temperatures: float) -> list[object]:
+        asked = [
+            request(tiny_tokenizer, name=f"e{k}", sampling={"temperature": t, "seed": k})
+            for k, t in enumerate(temperatures)
+        ]
+        return [*runner.act(asked).values()]
+
+    try:
+        assert [result.reward for result in act(0.6, 0.6)] == [1.0, 1.0]
+        assert {r.sampling.temperature for r in engine.requests} == {0.6}
+        assert len({r.sampling.seed for r in engine.requests}) == 2
+        results = act(1.0, 0.6)
+        assert any("side by side with different settings" in str(result) for result in results)
+        of_kind = {"e0/outside/t1": 1.0, "e1/outside/t1": 0.6}  # of one that is left alone
+        for asked in engine.requests[2:]:
+            assert asked.sampling.temperature == of_kind[asked.request_id]
+        assert [result.reward for result in act(1.0)] == [1.0]
+        assert engine.requests[-1].sampling.temperature == 1.0
+    finally:
+        runner.close()

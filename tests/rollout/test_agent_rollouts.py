@@ -57,18 +57,35 @@ def test_rollouts_come_prompt_by_prompt_with_all_that_training_needs(tmp_path, t
     assert batch.failed == {}
 
 
-def test_samples_of_a_prompt_have_seeds_of_their_own_where_there_is_a_seed(
-    tmp_path, tiny_tokenizer
-):
+def test_each_turn_has_a_seed_of_its_own_where_there_is_a_seed(tmp_path, tiny_tokenizer):
+    def seeds() -> dict[str, int]:
+        asked = {}
+
+        def say(request):
+            asked[request.request_id] = request.sampling.seed
+            return [tiny_tokenizer.eos_token_id]
+
+        generate(tmp_path, tiny_tokenizer, ["a", "b"], say=say, num_samples=2, seed=1)
+        return asked
+
+    first = seeds()
+    turns = [f"step1/{row}/{k}/t{turn}" for row in (1, 2) for k in (0, 1) for turn in (1, 2)]
+    assert sorted(first) == turns and len(set(first.values())) == 8
+    assert seeds() == first
+
+
+def test_an_episode_that_is_tried_again_draws_other_numbers(tmp_path, tiny_tokenizer):
     asked = []
 
     def say(request):
         asked.append((request.request_id, request.sampling.seed))
         return [tiny_tokenizer.eos_token_id]
 
-    generate(tmp_path, tiny_tokenizer, ["a", "b"], say=say, num_samples=2, seed=1)
-    seeds = {name.rpartition("/")[0]: seed - 2**32 for name, seed in asked}
-    assert seeds == {"step1/1/0": 0, "step1/1/1": 1, "step1/2/0": 2, "step1/2/1": 3}
+    code = TWO_TURNS.replace("first.prompt_token_ids", "first.missing")  # fails behind a turn
+    policy = FailurePolicy(4, num_retries=1, drops=True, max_dropped=1.0)
+    generate(tmp_path, tiny_tokenizer, ["x"], say=say, policy=policy, code=code, seed=1)
+    assert [name for name, _ in asked] == ["step1/1/0/t1", "step1/1/0/try2/t1"]
+    assert len({seed for _, seed in asked}) == 2
 
 
 def test_a_failed_episode_ends_the_run_by_default(tmp_path, tiny_tokenizer):

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from openrlhf.engines.base import GenerationRequest
+from openrlhf.utils.agent import AgentError
 from tests.rollout.agent_fakes import (
     StreamingEngine,
     act_one,
@@ -192,6 +193,32 @@ return {"reward": 1.0}
     assert engine.requests[0].sampling.stop == ("es", "two words")
     (segment,) = result.segments
     assert tiny_tokenizer.decode(segment.token_ids).endswith("yes<|end|>")  # what was sampled
+
+
+def test_a_stop_text_that_ends_within_a_character_is_left_out(tmp_path, tiny_tokenizer):
+    body = """
+ends = {"stop_token_ids": [int(label)]}  # as the engine ends behind a text
+answer = await chat.create(model=session.model, messages=talk, stop=["é"], extra_body=ends)
+assert answer.choices[0].message.content == "42"
+return {"reward": 1.0}
+"""
+    file = write_agent(tmp_path, agent_of(body))
+    ids = tiny_tokenizer("42é", add_special_tokens=False)["input_ids"]
+    assert len(ids) == len("42é") + 1
+    engine = StreamingEngine(lambda request: ids)
+    result = act_one(file, engine, tiny_tokenizer, label=str(ids[-1]))
+    assert not isinstance(result, AgentError), result
+
+
+def test_a_client_may_send_the_sampling_of_its_episode(tmp_path, tiny_tokenizer):
+    body = """
+sampling = {"temperature": session.temperature, "top_p": session.top_p}
+await chat.create(model=session.model, messages=talk, **sampling)
+return {"reward": session.temperature + session.top_p}
+"""
+    sampling = {"temperature": 0.6, "top_p": 0.9}
+    result, _ = run_agent(body, tmp_path, tiny_tokenizer, sampling=sampling)
+    assert result.reward == 1.5
 
 
 THINKING = (

@@ -9,6 +9,7 @@ import torch
 
 from openrlhf.cli import train_ppo
 from openrlhf.config.common import LoraConfig
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import load_causal_lm
@@ -71,6 +72,18 @@ def test_gradients_pass_through_the_base_before_and_after_an_evaluation(
     for name in expected:
         torch.testing.assert_close(first[name], expected[name], atol=1e-4, rtol=1e-3)
         assert torch.equal(first[name], second[name])
+
+
+def test_weights_of_layers_without_an_adapter_are_sent_as_plain_numbers(tiny_model_dir: Path):
+    lora = LoraConfig(rank=4, target_modules=["q_proj", "v_proj"])
+    actor = Actor(add_lora(load_causal_lm(tiny_model_dir, command(load_in_4bit=True)), lora))
+    sent, stored = dict(stored_parameters(actor)), load_causal_lm(tiny_model_dir).state_dict()
+    assert {name: t.shape for name, t in sent.items()} == {
+        name: t.shape for name, t in stored.items() if name in sent
+    }
+    for name, tensor in sent.items():
+        assert tensor.is_floating_point(), name
+        assert (tensor.float() - stored[name].float()).abs().max() < 0.1
 
 
 def run_commands(root: Path) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.base import SEED_BITS, Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.utils.agent import (
     AgentError,
@@ -410,6 +410,8 @@ async def sample_turn(
     run = episode.request
     settings = turn_settings(params, run.sampling, room=room, vocab_size=vocab_size)
     episode.num_requests += 1
+    if settings.seed == run.sampling.seed:  # the turn has not chosen one
+        settings = settings.for_part(episode.num_requests)
     name = f"{run.sample_id}/t{episode.num_requests}"
     seen = tuple(codec.images_in(prompt_ids, episode.images) if images is None else images)
     request = GenerationRequest(name, tuple(prompt_ids), settings, seen)
@@ -452,8 +454,9 @@ class AgentEngine:
     def __init__(self, codec: TextCodec, open_session: Callable[..., OpenAISession]) -> None:
         self._codec = codec
         self._open_session = open_session
-        # Records what tasks of no episode sample, for answers that name such tokens.
-        self.outside: Episode | None = None
+        # Record what tasks of no episode sample, for answers that name such tokens: one for each
+        # kind of the running episodes, which are those of training and of an evaluation.
+        self.outside: dict[SamplingSettings, Episode] = {}
 
     def generate(
         self,
@@ -471,7 +474,7 @@ class AgentEngine:
         `.outputs[0]` with `.token_ids`, `.text`, `.logprobs` and `.finish_reason`, and
         `.prompt_token_ids`.
         """
-        episode = CURRENT.get(None) or self.outside or current_episode()
+        episode = CURRENT.get(None) or self._only_outside() or current_episode()
         wanted = prompt if prompt_token_ids is None else prompt_token_ids
         images, encode = images_of(wanted), self._codec.encoder.encode_prompt
         if images is None:
@@ -480,6 +483,16 @@ class AgentEngine:
         if images is not None and self._codec.num_placeholders(ids) == len(images):
             ids = self._codec.expanded(ids, images)
         return PendingTurn(self._generate(episode, ids, text, sampling_params, images))
+
+    def _only_outside(self) -> Episode | None:
+        """Return the one that records turns of no episode; raise AgentError where there are two."""
+        if len(self.outside) > 1:
+            raise AgentError(
+                "a task of no episode sampled while training and an evaluation run side by side "
+                "with different settings. Call the engine in execute, give servers the address of "
+                "llm_engine.open_session, or evaluate with training's settings (--eval_temperature)"
+            )
+        return next(iter(self.outside.values()), None)
 
     async def _generate(
         self,
@@ -608,6 +621,10 @@ def turn_settings(
             f"0..{vocab_size - 1}."
         )
     seed = wanted.get("seed")
+    if seed is not None and not (type(seed) is int and 0 <= seed < 2**SEED_BITS):
+        raise BadAnswerError(
+            f"sampling_params.seed is {seed!r}. Give a whole number of 0..2**{SEED_BITS} - 1."
+        )
     settings = replace(
         run,
         num_samples=1,

@@ -246,18 +246,23 @@ class AgentEpisodes:
 
         Raises AgentError when the last try has failed, EngineError where the engine failed.
         """
+        sample_id, sampling = request.sample_id, request.sampling
         for num_tries in itertools.count(1):
             try:
                 result = await self._of_one_version(request)
             except LostRankError:
                 raise
             except EngineError as error:
-                raise EngineError(f"sample {request.sample_id}: {error}") from error
+                raise EngineError(f"sample {sample_id}: {error}") from error
             except AgentError as error:
                 metrics.add(f"agent/num_failed_{error.kind}", 1, reduction="sum")
                 if num_tries > self.policy.num_retries:
                     raise
                 metrics.add("num_reward_retries", 1, reduction="sum")
+                other = f"try{num_tries + 1}"  # which draws other numbers
+                request = replace(
+                    request, sample_id=f"{sample_id}/{other}", sampling=sampling.for_part(other)
+                )
             else:
                 add_metrics(result, metrics)
                 return result

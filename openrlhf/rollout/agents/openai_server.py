@@ -190,7 +190,16 @@ class OpenAIServer:
         self._sessions[key] = session
         prompt = episode.request.prompt
         images = [image.data_url() for image in prompt.images]
-        return OpenAISession(self.base_url, key, MODEL_NAME, prompt.columns, images)
+        sampling = episode.request.sampling
+        return OpenAISession(
+            self.base_url,
+            key,
+            MODEL_NAME,
+            prompt.columns,
+            images,
+            sampling.temperature,
+            sampling.top_p,
+        )
 
     def _app(self) -> FastAPI:
         app, router = FastAPI(openapi_url=None), APIRouter(prefix="/v1")
@@ -310,13 +319,12 @@ class Dialogue:
         """Remember a sampled turn and return the assistant's message, without the first of the
         `stops` that ended it.
         """
-        is_cut = completion.finish_reason == "length"
-        body = completion.token_ids if is_cut else completion.token_ids[:-1]
-        turn.text = self.codec.decode(body)
-        turn.stop_text = "" if is_cut else self.codec.decode(completion.token_ids[-1:])
-        said = turn.text + turn.stop_text
+        ids, is_cut = completion.token_ids, completion.finish_reason == "length"
+        said = turn.text = self.codec.decode(ids)
         if found := [said.index(stop) for stop in stops if stop in said and not is_cut]:
             turn.text, turn.stop_text = said[: min(found)], said[min(found) :]
+        elif not is_cut:
+            turn.text, turn.stop_text = map(self.codec.decode, (ids[:-1], ids[-1:]))
         plain: Message = {"role": "assistant", "content": turn.text}
         turn.message = with_tool_calls(turn.text) or plain if reads_tool_calls else plain
         turn.token_ids = [*turn.token_ids, *completion.token_ids]

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from openrlhf.engines.base import Completion, GenerationRequest
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import ConfigError
 from openrlhf.rollout.agents.episode import (
     CURRENT,
@@ -84,7 +85,7 @@ class AgentProcess:
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(named_task)
         self._loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))
-        self._num_episodes = 0
+        self._num_episodes = Counter[SamplingSettings]()  # that run
         self._running: dict[str, asyncio.Future[EpisodeResult]] = {}  # by sample id; of the thread
 
     def run(self, connection: socket.socket, token: str) -> None:
@@ -142,11 +143,10 @@ class AgentProcess:
         """Return the result of an episode; raises AgentError, EngineError."""
         began_s = time.monotonic()
         episode = Episode(request, self.setup, self._ask)
-        if self._engine.outside is None:
-            named = replace(request, sample_id=f"{request.sample_id}/outside")
-            self._engine.outside = Episode(named, self.setup, self._ask)
-        outside = self._engine.outside
-        self._num_episodes += 1
+        kind, named = replace(request.sampling, seed=None), f"{request.sample_id}/outside"
+        unknown = Episode(replace(request, sample_id=named), self.setup, self._ask)
+        outside = self._engine.outside.setdefault(kind, unknown)
+        self._num_episodes[kind] += 1
         CURRENT.set(episode)
         prompt, params = request.prompt, first_params(request.sampling, self.setup.max_length)
         extras = self._extras
@@ -167,10 +167,9 @@ class AgentProcess:
             acting.cancel()
             # Read its error in any case: asyncio would log one that nobody waits for.
             acting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-            self._num_episodes -= 1
-            if not self._num_episodes:  # nobody is left for whom it could be
-                outside.close()
-                self._engine.outside = None
+            self._num_episodes[kind] -= 1
+            if not self._num_episodes[kind]:  # nobody is left for whom it could be
+                self._engine.outside.pop(kind).close()
 
     def _answer_of(self, acting: asyncio.Future[object]) -> object:
         """Return the result of `execute`; raise AgentError for what ended it."""

@@ -152,6 +152,8 @@ def _start_here() -> subprocess.Popen[bytes]:
     # A secret of this cluster alone: else Ray writes one into the user's home, and from then on no
     # `ray job submit` works that does not bring it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # One that was stopped does not end when it is asked to, and its devices wait: 5 s by default.
+    os.environ.setdefault("RAY_kill_worker_timeout_milliseconds", "500")
     before = _descendants()
     # Ray's own switch. Its environment variable is read when Ray is imported, and would change how
     # other clusters are joined.

@@ -90,7 +90,6 @@ class FrozenPolicyActor(ModelWorker):
         model = model if self.config.ds.load_in_4bit else model.to(self.strategy.device)
         self.generator = OwnGenerate(
             model,
-            stream=self.strategy.topology.dp_rank,
             tokenizer=tokenizer_of(self.config, self.config.policy_path),
             processor=self.image_processor,
         )

@@ -280,7 +280,7 @@ class PolicyModelActor(TrainedWorker):
             self.generator = OwnGenerate(
                 model,
                 weight_version=-1,
-                stream=self.strategy.topology.dp_rank,
+                seed=self.config.train.seed,
                 tokenizer=tokenizer_of(self.config, self.config.policy_path),
                 processor=self.image_processor,
             )

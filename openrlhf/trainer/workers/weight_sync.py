@@ -31,9 +31,8 @@ from openrlhf.errors import EngineError, LostEngineError, WeightSyncError
 from openrlhf.utils.tensors import NamedTensors, align, as_bytes, both_sums, dtype_name, read_sums
 
 NUM_BUFFERS = 2  # one is filled while the other one is read
-# Of a large model: each is a call to every engine. There are some more, for a tensor that does not
-# fit into what is left of one begins the next.
-NUM_BUCKETS = 48
+# Of a large model, at most: each is a call to every engine, which takes 64 for an update.
+MAX_BUCKETS = 61
 LEAVE_S = 10.0  # for those that took too long, after the transfer was broken off
 WAIT_S = 600.0  # for an engine to take a bucket, where nobody says otherwise
 TRAINER = -1  # stands for the trainer's part of a call among the engines' indices
@@ -82,7 +81,9 @@ class WeightTransport:
         self.failed: dict[int, SyncFailure] = {}  # engines by index; nothing is sent to them
         self.own_error: BaseException | None = None  # of the trainer, if no engine caused it
         self.memory = self.own_memory(device)
-        self.bucket_bytes = max(self.memory.bucket_bytes, num_bytes // NUM_BUCKETS)
+        # Two neighbours hold more than this together: a tensor begins the next one where it does
+        # not fit into what is left.
+        self.bucket_bytes = max(self.memory.bucket_bytes, 2 * num_bytes // (MAX_BUCKETS - 1))
         self._buffers: list[tuple[Tensor, Handle]] = []  # the one that is filled comes last
         self._pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
         self.is_used = rank() == 0  # True if somebody reads from this rank
