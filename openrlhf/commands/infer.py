@@ -44,6 +44,7 @@ from openrlhf.engines.vllm_engine import VLLMEngine, check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered, RewardError
 from openrlhf.models.loading import (
     check_engine_reads_pictures,
+    check_finite_files,
     check_value_model,
     image_processor_of,
     load_causal_lm,
@@ -324,6 +325,7 @@ def vllm_engine(task: BatchTask) -> VLLMEngine:
     config, num_gpus = task.config, torch.cuda.device_count()
     num_workers = config.vllm.tensor_parallel_size or most_workers(task.model_config, num_gpus)
     check_engine_split(task.model_config, task.model_path, num_workers, "tp_size")
+    check_finite_files(task.model_path)
     return VLLMEngine(
         {
             "model": task.model_path,

@@ -58,7 +58,7 @@ from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
 from openrlhf.utils.tensors import DTYPES
 from openrlhf.utils.vision_families import FAMILIES, family_of
-from openrlhf.utils.weight_files import tensor_shapes
+from openrlhf.utils.weight_files import files_of, tensor_shapes
 
 HEAD = "score"  # the module transformers gives the scalar head
 # Value models that OpenRLHF 0.8 to 0.11 saved: a backbone with one output, and no `num_labels`.
@@ -562,11 +562,28 @@ def own_memory(model: PreTrainedModel) -> None:
 def check_finite(model: PreTrainedModel, path: str) -> None:
     """Raise ConfigError for weights that are no numbers."""
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not parameter.isfinite().all():
-            raise ConfigError(
-                f"The weights at {path!r} hold NaN or infinity ({name}). Give a checkpoint from "
-                "before the run that wrote them failed."
-            )
+        _check_numbers(parameter, name, path)
+
+
+def check_finite_files(path: str) -> None:
+    """Raise ConfigError for weights that are no numbers in the safetensors files of a folder, which
+    an engine will read by itself.
+    """
+    from safetensors import safe_open  # noqa: PLC0415 - as above
+
+    for file in files_of(Path(path).expanduser()):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                _check_numbers(opened.get_tensor(name), name, path)
+
+
+def _check_numbers(tensor: Tensor, name: str, path: str) -> None:
+    # Those in 8 bits are scaled, and have no such test.
+    if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
+        raise ConfigError(
+            f"The weights at {path!r} hold NaN or infinity ({name}). Give a checkpoint from "
+            "before the run that wrote them failed."
+        )
 
 
 def is_value_model(config: PretrainedConfig) -> bool:

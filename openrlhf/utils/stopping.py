@@ -44,6 +44,7 @@ class _Listener:
         self.failure: BaseException | None = None  # to be raised by the main thread
         self.left = threading.Event()
         self.heard_at = 0.0
+        self.blocked: Callable[[], str] = str  # what will hold the main thread for good, if any
         self.ended = threading.Event()
 
     def hear(self, number: int, frame: FrameType | None) -> None:
@@ -98,7 +99,10 @@ class _Listener:
         while os.read(pipe, 1):
             now, limit_s = time.monotonic(), self.grace_s or HELD_S
             while self.heard_at < now - SAME_S and not self.left.wait(0.1):
-                if time.monotonic() - now > limit_s:
+                held_s = time.monotonic() - now
+                if held_s > SAME_S and (why := self.blocked()):
+                    self.leave(Interrupted(why))
+                if held_s > limit_s:
                     self.leave(Interrupted(f"a library held the main thread for {limit_s:g} s"))
         os.close(pipe)
 
@@ -198,6 +202,11 @@ def explaining_end(how: Callable[[], str]) -> Iterator[None]:
 def end_run(error: BaseException) -> None:
     """Raise an error in the main thread, or end the process where that does not come to it."""
     threading.Thread(target=_listener.end, args=(error,), daemon=True).start()
+
+
+def blocked_by(why: Callable[[], str]) -> None:
+    """Do not wait for a main thread that does not hear a signal while `why` returns a text."""
+    _listener.blocked = why
 
 
 def leave_behind() -> None:

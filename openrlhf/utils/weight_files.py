@@ -105,12 +105,20 @@ def _indexed_files(folder: Path) -> list[str]:
     return sorted({file for file in files if isinstance(file, str)})
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model's folder. Raise ConfigError where the index leads out
+    of the folder.
+    """
+    _check_index(folder)
+    files = (folder / file for file in _indexed_files(folder) or [WHOLE[0]])
+    return [file for file in files if file.is_file()]
+
+
 def tensor_shapes(folder: Path) -> Mapping[str, list[int]]:
     """Return the shape of every tensor by its name; none for files of another kind, or torn ones.
     Raise ConfigError where the index leads out of the folder.
     """
-    _check_index(folder)
-    heads = [_read_head(folder / file) for file in _indexed_files(folder) or [WHOLE[0]]]
+    heads = [_read_head(file) for file in files_of(folder)]
     return {name: value["shape"] for head in heads for name, value in head.items()}
 
 

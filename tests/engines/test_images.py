@@ -131,8 +131,19 @@ def check_generation(seen: Seen, engine: VLLMEngine | OwnGenerate) -> None:
         assert max(seen.gap(request, answer) for answer in answers) < 1e-5
 
 
-def test_vllm_reads_two_images_one_and_none_in_one_batch_as_hugging_face_does(seen, engine):
+def test_vllm_reads_two_images_one_and_none_in_one_batch_as_hugging_face_does(
+    seen, engine, monkeypatch
+):
+    step, read = engine.llm.step, set[tuple[int, ...]]()
+
+    def noted() -> Any:
+        outputs = step()
+        read.update(tuple(output.prompt_token_ids) for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(engine.llm, "step", noted)
     check_generation(seen, engine)
+    assert read == {request.prompt_token_ids for request in three_prompts(seen)}
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,10 @@ def test_grpo_learns_colours_while_it_generates(root: Path, ray_cluster: None) -
     # How stale samples are differs from run to run, and a policy may be lost behind what it learnt.
     best = max(fmean(rewards[k : k + 10]) for k in range(len(rewards) - 9))
     assert best > fmean(rewards[:3]) + 0.1
+    # Engine and trainer agree on what is fresh.
+    fresh = "vllm_kl/stale_0"
+    gaps = [step[fresh] for step in steps_of(root / "async") if fresh in step]
+    assert gaps and max(gaps) < 1e-6
 
 
 def test_a_policy_whose_pictures_say_nothing_does_not_learn(root: Path) -> None:
@@ -219,7 +223,7 @@ def check_agrees(run_dir: Path, num_steps: int = 6) -> None:
 ESTIMATORS = ("rloo", "reinforce", "reinforce_baseline", "dr_grpo", "flash_reinforce")
 
 
-@pytest.mark.parametrize("case", [*ESTIMATORS, "rloo, one process"])
+@pytest.mark.parametrize("case", [*ESTIMATORS, *(f"{name}, one process" for name in ESTIMATORS)])
 def test_ranks_and_engine_agree_on_large_pictures_small_ones_and_none(
     mixed: Path, case: str, ray_cluster: None
 ) -> None:

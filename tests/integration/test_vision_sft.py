@@ -22,7 +22,7 @@ from tests.helpers.documents import blocks, commands
 from tests.helpers.stopped_runs import records, stopping_behind
 from tests.helpers.supervised_runs import weights_of
 from tests.helpers.vision_samples import Samples
-from tests.integration.commands import run_command
+from tests.integration.commands import run_command, steps_of
 from tests.source import ROOT
 from tests.tiny import read_jsonl, write_jsonl
 
@@ -296,6 +296,22 @@ sys.modules["torchvision"] = None
 from openrlhf.cli.main import main
 main(sys.argv[1:])
 """
+
+
+@pytest.mark.slow
+def test_an_engine_of_a_model_of_texts_needs_no_torchvision(tiny_model_dir, tmp_path):
+    rows = [{"prompt": "2+2=", "answer": "4"}] * 4
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(prompts, **columns): return [1.0 for _ in prompts]\n"
+    )
+    flags = (
+        "--input_key prompt --rollout_batch_size 4 --train_batch_size 4 --generate_max_len 4 "
+        "--advantage_estimator reinforce --init_kl_coef 0 --vllm_num_engines 1"
+    )
+    paths = ["--pretrain", tiny_model_dir, "--remote_rm_url", tmp_path / "reward.py"]
+    paths += ["--prompt_data", write_jsonl(tmp_path / "rows.jsonl", rows)]
+    run_command("-c", NO_TORCHVISION, "ppo-local", *paths, *flags.split(), "--save_path", tmp_path)
+    assert [step["step"] for step in steps_of(tmp_path)] == [1]
 
 
 @pytest.mark.slow

@@ -106,6 +106,19 @@ def test_a_library_that_holds_the_main_thread_does_not_keep_the_process():
     assert said == "error: interrupted: a library held the main thread for 1 s\n"
 
 
+def test_a_library_that_waits_for_what_is_stopped_is_not_waited_for():
+    blocked = HELD.replace(
+        "patiently(1.0):", "patiently(60):\n    stopping.blocked_by(lambda: 'it')"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", blocked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (130, "error: interrupted: it\n")
+
+
 def test_another_thread_ends_a_run_by_an_error_of_the_main_one():
     with stopping.listening(), pytest.raises(EngineError, match="gone"):
         stopping.end_run(EngineError("gone"))

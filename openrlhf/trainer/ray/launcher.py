@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from openrlhf.errors import (
 )
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, pid_in, ray_processes
-from openrlhf.trainer.ray.end_after import ending_after_this_process
+from openrlhf.trainer.ray.end_after import TOLD, ending_after_this_process
 from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.restarts import PAUSE_S, Restarts
 from openrlhf.trainer.ray.utils import node_address, own_gpu
@@ -76,13 +76,6 @@ class RaySession:
         """Return True if Ray is dead or stopped: its calls would wait for a minute, or for ever."""
         return any(is_dead(process) or is_stopped(process) for process in self.processes.values())
 
-    def kill(self) -> None:
-        """End Ray's processes on this machine with all that they have started."""
-        for process in self.processes.values():
-            with suppress(psutil.NoSuchProcess):
-                for each in [*process.children(recursive=True), process]:
-                    each.kill()
-
 
 @contextmanager
 def ray_session() -> Iterator[RaySession]:
@@ -106,15 +99,15 @@ def ray_session() -> Iterator[RaySession]:
             stopping.listen()  # Ray has put a handler of its own in place
             yield session
         finally:
-            if not session.is_lost():
-                ray.shutdown()
-            else:
-                stopping.leave_behind()  # Ray's own end would wait too
+            if session.is_lost():  # Ray's own end would wait, and it ends whoever ends its raylet
+                stopping.leave_behind()
                 if watcher is not None:
-                    session.kill()
-            if watcher is not None:
-                watcher.kill()
-                watcher.wait()
+                    watcher.send_signal(TOLD)
+            else:
+                ray.shutdown()
+                if watcher is not None:
+                    watcher.kill()
+                    watcher.wait()
 
 
 @contextmanager
@@ -139,9 +132,12 @@ def _join(address: str, asked: str | None) -> None:
     try:
         ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError) as error:  # of another Ray or Python, or a token
+        remedy = "Start it with this environment's ray"
+        if "token" in str(error).lower():
+            remedy = "It asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to its own"
         raise ConfigError(
             f"the Ray cluster at {address} cannot be joined: {first_line(error)}. "
-            "Start it with this environment's ray, or set RAY_ADDRESS=local."
+            f"{remedy}, or set RAY_ADDRESS=local."
         ) from error
 
 

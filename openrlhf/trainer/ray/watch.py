@@ -213,6 +213,7 @@ class Watch:
         ray.wait(asked, num_returns=len(asked), timeout=WAIT_S)
         self._ask_all(0.0)
         self._asked_at = time.monotonic()
+        stopping.blocked_by(self._stopped_ray)
         self._thread.start()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -259,6 +260,13 @@ class Watch:
             if isinstance(watched, WatchedRay) and is_dead(watched.handle):
                 return death_of_ray(watched.who, watched.handle)
         return None
+
+    def _stopped_ray(self) -> str:
+        """Return a line that names one of Ray's own processes that was stopped, if there is one."""
+        for watched in self._watched:
+            if isinstance(watched, WatchedRay) and is_stopped(watched.handle):
+                return f"{watched.who} (pid {watched.handle.pid}) is stopped, and was waited for"
+        return ""
 
     def _ask_all(self, seconds: float) -> None:
         """Record which processes have responded since the last round, and ask them again."""
