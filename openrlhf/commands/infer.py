@@ -325,7 +325,8 @@ def vllm_engine(task: BatchTask) -> VLLMEngine:
     config, num_gpus = task.config, torch.cuda.device_count()
     num_workers = config.vllm.tensor_parallel_size or most_workers(task.model_config, num_gpus)
     check_engine_split(task.model_config, task.model_path, num_workers, "tp_size")
-    check_finite_files(task.model_path)
+    if collectives.is_main():
+        check_finite_files(task.model_path)
     return VLLMEngine(
         {
             "model": task.model_path,

@@ -484,8 +484,9 @@ def _to_message(item: object, unread: set[str], *, reads_pictures: bool) -> Mess
     name = item.get("role") or item.get("from")  # a table gives every row both, one of them null
     role = _ROLE_NAMES.get(str(name).lower())
     if role is None and name is None:
+        keys = ", ".join(repr(key) for key, value in item.items() if value is not None)
         remedy = "; parts stand in the content of a message" if "type" in item else ""
-        raise RowError(f"a message has no role, only {', '.join(map(repr, item))}{remedy}")
+        raise RowError(f"a message has no role, only {keys or 'nothing'}{remedy}")
     if role is None:
         raise RowError(f"unknown role {name!r}; roles are {', '.join(ROLES)}")
     given = [key for key in ("content", "value") if item.get(key) is not None]

@@ -180,6 +180,16 @@ class StopTexts(StoppingCriteria):
         return torch.tensor(is_done, device=input_ids.device)
 
 
+def uniform_of(rows: Sequence[GenerationRequest]) -> Tensor:
+    """Return the random numbers of every row, (R, T) float64 in [0, 1), from its seed."""
+    uniform_RT = torch.empty(len(rows), rows[0].sampling.max_new_tokens, dtype=torch.float64)
+    for numbers_T, row in zip(uniform_RT, rows, strict=True):
+        # Torch's generator takes 32 bits of a seed; a run's stand above them.
+        seed = random.Random(row.sampling.seed).getrandbits(32)
+        numbers_T.uniform_(generator=torch.Generator().manual_seed(seed))
+    return uniform_RT
+
+
 def sample_rows(
     model: Any,
     rows: Sequence[GenerationRequest],
@@ -197,14 +207,11 @@ def sample_rows(
     )
     num_padded_R = torch.tensor(num_padded, device=model.device)
     is_token_RL = torch.arange(width, device=model.device) >= num_padded_R[:, None]
-    uniform_RT = torch.empty(len(rows), sampling.max_new_tokens, dtype=torch.float64)
-    for numbers_T, row in zip(uniform_RT, rows, strict=True):
-        numbers_T.uniform_(generator=torch.Generator().manual_seed(row.sampling.seed))
     bias, sees = {}, {}
     if processor is not None:
         bias = processor.logit_bias
         sees = processor.inputs([picture for row in rows for picture in row.images], token_ids_RL)
-    choose = ChooseTokens(sampling, uniform_RT.to(model.device), bias)
+    choose = ChooseTokens(sampling, uniform_of(rows).to(model.device), bias)
     model.generation_config = GenerationConfig(
         do_sample=False,  # `choose` has chosen
         max_new_tokens=sampling.max_new_tokens,

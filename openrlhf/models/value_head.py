@@ -71,7 +71,7 @@ class RewardModel(PackedModel):
         """Return the scalar of each of these row positions, (N,) fp32."""
         states = self.states_at(batch, positions_N)
         head = base_model_of(self.model).get_submodule(self.head_name)
-        scores = states.spread(head(states.hidden_nH).squeeze(-1))
+        scores = states.spread(head(states.hidden_nH).squeeze(-1).float())
         mean, std = self.scale
         return RewardTerms((scores - mean) / std, states.aux_loss)
 

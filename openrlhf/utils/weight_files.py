@@ -110,8 +110,9 @@ def files_of(folder: Path) -> list[Path]:
     of the folder.
     """
     _check_index(folder)
-    files = (folder / file for file in _indexed_files(folder) or [WHOLE[0]])
-    return [file for file in files if file.is_file()]
+    if (folder / WHOLE[0]).is_file():
+        return [folder / WHOLE[0]]
+    return [folder / file for file in _indexed_files(folder) if (folder / file).is_file()]
 
 
 def tensor_shapes(folder: Path) -> Mapping[str, list[int]]:

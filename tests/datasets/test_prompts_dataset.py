@@ -120,7 +120,7 @@ def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, colum
         ([{"role": "user", "content": " "}], True, "row 2: 'input' is empty"),
         ([{"role": "boss", "content": "x"}], True, "row 2: unknown role 'boss'"),
         ([{"type": "text", "text": "x"}], True, "no role, only 'type', 'text'; parts stand in"),
-        ([{"content": "x"}], True, "row 2: a message has no role, only 'content'$"),
+        ([{"content": "x", "role": None}], True, "row 2: a message has no role, only 'content'$"),
         (
             [{"role": "user", "content": None}],
             True,

@@ -147,6 +147,14 @@ def test_numbers_follow_from_seed_and_name_of_a_request(model):
     assert sampled(3, "step2/1")[0] != first[0] != sampled(4, "step1/1")[0]
 
 
+def test_runs_with_other_seeds_draw_other_numbers_for_the_same_row(model):
+    """Whatever stands above the 32 bits that torch's generator takes of a seed."""
+    runs = [request(max_new_tokens=12, seed=seed) for seed in (1, 2)]
+    rows = [replace(run, sampling=run.sampling.for_row(3)) for run in runs]
+    [first], [second] = OwnGenerate(model).generate(rows)
+    assert first.token_ids != second.token_ids
+
+
 def test_a_frozen_head_is_not_copied_for_every_row(model):
     model.requires_grad_(False)
     with torch.profiler.profile() as found:

@@ -170,6 +170,26 @@ def test_a_run_that_ends_while_it_loads_or_exports_says_how_to_go_on(
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.timeout(900)
+def test_a_run_that_was_killed_three_times_is_the_run_that_was_not(tmp_path: Path) -> None:
+    root, straight, killed = make_inputs(tmp_path), tmp_path / "straight", tmp_path / "killed"
+    flags = f"{GRPO} --num_episodes 2 --save_steps 1 --load_checkpoint --init_kl_coef 0.01"
+    commands = [
+        [sys.executable, "-m", "openrlhf.cli.train_ppo", *words(root, run, flags)]
+        for run in (straight, killed)
+    ]
+    run_killed(commands[0], run_dir=straight)
+    for step in (1, 2, 4):
+        run_killed(commands[1], stop_at=step, run_dir=killed)
+    run_killed(commands[1], run_dir=killed)
+    assert len(steps_of(straight)) == NUM_STEPS and records(straight) == records(killed)
+    assert sums_of_states(straight, NUM_STEPS) == sums_of_states(killed, NUM_STEPS) != {}
+    models = [load_file(run / "model.safetensors") for run in (straight, killed)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", RAY_CASES)
 def test_a_killed_run_on_ray_goes_on(tmp_path: Path, case: str) -> None:
     root, run_dir = make_inputs(tmp_path), tmp_path / "run"

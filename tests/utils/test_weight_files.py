@@ -166,6 +166,11 @@ def test_a_tensor_of_another_shape_is_one_line_where_it_is_read(model: Path) -> 
         load_causal_lm(model)
 
 
+def test_a_constant_of_masks_is_no_weight(model: Path) -> None:
+    edit_weights(model, "model.layers.0.masked_bias", torch.tensor(-torch.inf))
+    check_finite_files(model)
+
+
 def test_weights_that_are_no_numbers_are_named(model: Path) -> None:
     edit_weights(model, WEIGHT, torch.full((128, 64), torch.nan))
     for read in (load_causal_lm, check_finite_files):  # by the trainer, and before an engine does

@@ -189,6 +189,12 @@ class Episode:
             segment.extend(prompt, completion, tuple(images))
             segment.is_truncated |= fills_context and completion.finish_reason == "length"
 
+    def next_number(self) -> int:
+        """Return the number of the next turn, counted from 1; from any thread."""
+        with self._lock:
+            self.num_requests += 1
+            return self.num_requests
+
     def check_open(self) -> None:
         """Raise AgentError when the episode has ended."""
         if self.is_closed:
@@ -409,10 +415,10 @@ async def sample_turn(
         )
     run = episode.request
     settings = turn_settings(params, run.sampling, room=room, vocab_size=vocab_size)
-    episode.num_requests += 1
+    number = episode.next_number()
     if settings.seed == run.sampling.seed:  # the turn has not chosen one
-        settings = settings.for_part(episode.num_requests)
-    name = f"{run.sample_id}/t{episode.num_requests}"
+        settings = settings.for_part(number)
+    name = f"{run.sample_id}/t{number}"
     seen = tuple(codec.images_in(prompt_ids, episode.images) if images is None else images)
     request = GenerationRequest(name, tuple(prompt_ids), settings, seen)
     try:

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from openrlhf.utils.framework_logs import with_last_lines
 from openrlhf.utils.progress import Health, saying_what_is_awaited
 from openrlhf.utils.run_folder import LOGS
 from openrlhf.utils.threads import where_is, yield_cores
-from openrlhf.utils.worker_process import is_stopped
+from openrlhf.utils.worker_process import is_stopped, kill_tree
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us
@@ -76,6 +76,17 @@ class RaySession:
         """Return True if Ray is dead or stopped: its calls would wait for a minute, or for ever."""
         return any(is_dead(process) or is_stopped(process) for process in self.processes.values())
 
+    def kill_workers(self) -> None:
+        """End ranks and engines on this machine, with all that they have started. Ray's own
+        processes stay: it ends the program whose raylet has ended.
+        """
+        for process in self.processes.values():
+            with suppress(psutil.NoSuchProcess):
+                for child in process.children():
+                    if child.cmdline()[:1] and child.cmdline()[0].startswith("ray::"):
+                        kill_tree(child.pid)
+                        child.kill()
+
 
 @contextmanager
 def ray_session() -> Iterator[RaySession]:
@@ -84,7 +95,10 @@ def ray_session() -> Iterator[RaySession]:
     What was joined or started is left or stopped at the end; a connection the caller had stays.
     """
     if ray.is_initialized():
-        yield RaySession(ray_processes())
+        session = RaySession(ray_processes())
+        if session.is_lost():
+            raise MachineError("The Ray of this program is lost. Start the program again.")
+        yield session
         return
     asked = os.environ.get("RAY_ADDRESS")
     address = find_cluster(asked)
@@ -99,8 +113,9 @@ def ray_session() -> Iterator[RaySession]:
             stopping.listen()  # Ray has put a handler of its own in place
             yield session
         finally:
-            if session.is_lost():  # Ray's own end would wait, and it ends whoever ends its raylet
+            if session.is_lost():  # Ray's own end would wait
                 stopping.leave_behind()
+                session.kill_workers()
                 if watcher is not None:
                     watcher.send_signal(TOLD)
             else:

@@ -120,7 +120,7 @@ def place(
 def _wait_for_groups(pools: Mapping[str, Sequence[PlacementGroup]], deadline: float) -> bool:
     """Return False if a group of the pools has no place at the deadline of `time.monotonic()`."""
     return all(
-        group.wait(max(deadline - time.monotonic(), 0))
+        group.wait(max(round(deadline - time.monotonic()), 1))  # Ray counts whole seconds
         for of_pool in pools.values()
         for group in of_pool
     )
