@@ -221,5 +221,7 @@ def test_getting_started_is_true_of_the_model(folder):
     run(folder, "check", "ppo-local", *words, *sizes)
     run(folder, "ppo-local", *words, *sizes)
     words = example("chat", DOCUMENTS[1], folder)
-    said = run(folder, "chat", *words, said="What is the capital of France?\n")
+    asked = {"said": "What is the capital of France?\n"}
+    assert run(folder, "chat", *words, **asked).count("\n> ") == 2  # sampled: any words
+    said = run(folder, "chat", *words, "--greedy_sampling", **asked)
     assert (folder / "model").resolve() != REAL_MODEL or "Paris" in said
