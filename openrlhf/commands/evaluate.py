@@ -25,7 +25,7 @@ from openrlhf.datasets.tokenized import write_bad_rows
 from openrlhf.distributed.checkpoints import find_model
 from openrlhf.distributed.folders import holding
 from openrlhf.errors import Gathered
-from openrlhf.models.loading import check_finite_files, say_padded
+from openrlhf.models.loading import check_files, load_config, say_padded
 from openrlhf.models.support import check_here
 from openrlhf.report.report import report_or_warn
 from openrlhf.rewards.base import RewardSource
@@ -181,7 +181,9 @@ def _samples(config: EvaluateConfig, inputs: RunInputs, policy: FailurePolicy) -
         check_here(config.ds, trains=False)
     say_padded(config, config.named_models)
     if config.vllm.num_engines:
-        check_finite_files(config.policy_path)
+        path = config.policy_path
+        model_config = load_config(path, trust_remote_code=config.trust_remote_code)
+        check_files(model_config, path, config)
     rewards, run_dir = config.reward_roles, str(inputs.run_dir.resolve())
     open_cluster = opener(on_ray=config.is_on_ray)
     with open_cluster(config, worker_classes(config), run_dir=run_dir, resume_step=0) as cluster:

@@ -44,7 +44,7 @@ from openrlhf.engines.vllm_engine import VLLMEngine, check_vllm_is_installed
 from openrlhf.errors import ConfigError, Gathered, RewardError
 from openrlhf.models.loading import (
     check_engine_reads_pictures,
-    check_finite_files,
+    check_files,
     check_value_model,
     image_processor_of,
     load_causal_lm,
@@ -326,7 +326,7 @@ def vllm_engine(task: BatchTask) -> VLLMEngine:
     num_workers = config.vllm.tensor_parallel_size or most_workers(task.model_config, num_gpus)
     check_engine_split(task.model_config, task.model_path, num_workers, "tp_size")
     if collectives.is_main():
-        check_finite_files(task.model_path)
+        check_files(task.model_config, task.model_path, config)
     return VLLMEngine(
         {
             "model": task.model_path,

@@ -25,7 +25,7 @@ from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
 from openrlhf.distributed.hub import open_repository, push
 from openrlhf.engines.base import RolloutEngine
-from openrlhf.errors import LostRankError
+from openrlhf.errors import ConfigError, LostRankError
 from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
 from openrlhf.report.report import reporting
@@ -82,8 +82,12 @@ def run_ppo_ray(
 
 def placed(config: PPOConfig) -> PPOConfig:
     """Return the config with a place for models and engines, where nobody gave them one."""
-    from openrlhf.trainer.ray.cluster import view_of_run  # noqa: PLC0415 - only on Ray
-
+    try:
+        from openrlhf.trainer.ray.cluster import view_of_run  # noqa: PLC0415 - only on Ray
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error}: openrlhf ppo runs on Ray. Type pip install ray, or openrlhf ppo-local."
+        ) from error
     return sharing_one_machine(config, view_of_run)
 
 

@@ -241,10 +241,7 @@ def check_shapes(config: PretrainedConfig, path: str, command: CommandConfig) ->
     """Raise ConfigError for a weight of another shape than the config gives it, before an engine
     meets it; in families whose weights are used as they stand in the files.
     """
-    shapes = tensor_shapes(Path(path).expanduser())
-    is_stored_so = get_checkpoint_conversion_mapping(config.model_type) is None
-    is_quantized = getattr(config, "quantization_config", None) is not None
-    if not shapes or causal_class(config) is None or is_quantized or not is_stored_so:
+    if not (shapes := _shapes_as_stored(config, path)):
         return
     model = empty_model(config, command, dtype=torch.float32, scores=False)
     for name, tensor in model.state_dict().items():
@@ -254,6 +251,17 @@ def check_shapes(config: PretrainedConfig, path: str, command: CommandConfig) ->
                 f"{shapes[name]}, and by config.json {list(tensor.shape)}. Give a complete "
                 "checkpoint of this kind."
             )
+
+
+def _shapes_as_stored(config: PretrainedConfig, path: str) -> Mapping[str, list[int]]:
+    """Return the shape of every tensor in the files of a language model by its name in the model;
+    none where they have others there, or are in other files.
+    """
+    is_stored_so = get_checkpoint_conversion_mapping(config.model_type) is None
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if causal_class(config) is None or is_quantized or not is_stored_so:
+        return {}
+    return tensor_shapes(Path(path).expanduser())
 
 
 def _stored_head(path: str) -> dict[str, object]:
@@ -565,12 +573,21 @@ def check_finite(model: PreTrainedModel, path: str) -> None:
         _check_numbers(parameter, name, path)
 
 
-def check_finite_files(path: str) -> None:
-    """Raise ConfigError for weights that are no numbers in the safetensors files of a folder, which
-    an engine will read by itself.
+def check_files(config: PretrainedConfig, path: str, command: CommandConfig) -> None:
+    """Raise ConfigError for weights that are missing in the safetensors files of a folder, or are
+    no numbers: an engine reads them by itself, and some of vLLM's models do without.
     """
     from safetensors import safe_open  # noqa: PLC0415 - as above
 
+    if shapes := _shapes_as_stored(config, path):
+        model = empty_model(config, command, dtype=torch.float32, scores=False)
+        named = {name for name, _ in model.named_parameters()} - {*model.all_tied_weights_keys}
+        missing = sorted(named - shapes.keys())
+        if missing and shapes.keys() <= model.state_dict().keys():  # else some have other names
+            raise ConfigError(
+                f"The weights at {path!r} do not fit the model: {len(missing)} are missing, such "
+                f"as {missing[0]}. Give a complete checkpoint."
+            )
     for file in tracked(files_of(Path(path).expanduser()), "looking at weights"):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - no mapping

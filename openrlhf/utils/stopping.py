@@ -100,7 +100,8 @@ class _Listener:
             now, limit_s = time.monotonic(), self.grace_s or HELD_S
             while self.heard_at < now - SAME_S and not self.left.wait(0.1):
                 held_s = time.monotonic() - now
-                if held_s > SAME_S and (why := self.blocked()):
+                is_signal = self.failure is None  # and no error of another thread's
+                if is_signal and held_s > SAME_S and (why := self.blocked()):
                     self.leave(Interrupted(why))
                 if held_s > limit_s:
                     self.leave(Interrupted(f"a library held the main thread for {limit_s:g} s"))

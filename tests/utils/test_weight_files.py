@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from openrlhf.errors import ConfigError
-from openrlhf.models.loading import check_finite_files, load_causal_lm, load_config
+from openrlhf.models.loading import DEFAULTS, check_files, load_causal_lm, load_config
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import write_jsonl
 
@@ -166,13 +166,27 @@ def test_a_tensor_of_another_shape_is_one_line_where_it_is_read(model: Path) -> 
         load_causal_lm(model)
 
 
+def look(model: Path) -> None:
+    """Look at the files that an engine will read."""
+    check_files(load_config(str(model)), str(model), DEFAULTS)
+
+
+def test_a_weight_that_is_missing_is_named_before_an_engine_does_without(model: Path) -> None:
+    look(model)
+    weights = load_file(model / "model.safetensors")
+    del weights[WEIGHT]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"1 are missing, such as {WEIGHT}"):
+        look(model)
+
+
 def test_a_constant_of_masks_is_no_weight(model: Path) -> None:
     edit_weights(model, "model.layers.0.masked_bias", torch.tensor(-torch.inf))
-    check_finite_files(model)
+    look(model)
 
 
 def test_weights_that_are_no_numbers_are_named(model: Path) -> None:
     edit_weights(model, WEIGHT, torch.full((128, 64), torch.nan))
-    for read in (load_causal_lm, check_finite_files):  # by the trainer, and before an engine does
+    for read in (load_causal_lm, look):  # by the trainer, and before an engine does
         with pytest.raises(ConfigError, match=rf"hold NaN or infinity \({WEIGHT}\)"):
             read(model)
