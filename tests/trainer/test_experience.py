@@ -6,7 +6,6 @@ import pickle
 import time
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,17 +82,13 @@ def test_a_share_is_pickled_as_its_own_samples_alone() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    parts=st.lists(st.lists(st.integers(0, 29), max_size=9), max_size=12), block=st.integers(1, 9)
-)
-def test_cut_gives_what_select_gives_of_each_part(parts: list[list[int]], block: int) -> None:
+@given(parts=st.lists(st.lists(st.integers(0, 29), max_size=9), max_size=12))
+def test_cut_gives_what_select_gives_of_each_part(parts: list[list[int]]) -> None:
     whole = Experience.from_rollouts(
         [rollout([k], [0] * (k % 4), images=(BIG,) * (k % 2)) for k in range(30)]
     )
     whole = replace(whole, values=torch.arange(float(whole.num_actions.sum())))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("openrlhf.trainer.ppo_utils.experience.BLOCK", block)
-        shares = list(whole.cut(parts))
+    shares = list(whole.cut(parts))
     assert len(shares) == len(parts)
     for share, part in zip(shares, parts, strict=True):
         own, arrays = whole.select(part), list[pickle.PickleBuffer]()

@@ -1,14 +1,13 @@
 """Experience: all samples of an RL step, as the controller has them.
 
 Columns that come with the samples, such as their tokens, stay in pieces here, for nothing reads
-them; `cut` lays them end to end in the shares of ranks: a column once for some hundred samples,
-which are then split.
+them; a share has those of its samples.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import accumulate, pairwise, starmap
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -18,8 +17,6 @@ from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.algorithms.tokens import segment_mean, segment_sum
 from openrlhf.trainer.ppo_utils.samples import SAMPLE, Samples, SampleShare
 from openrlhf.utils.rollout import Rollout
-
-BLOCK = 256  # samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,7 @@ class Experience(Samples):
     rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
     is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
     # Columns that are not laid end to end yet: B pieces each
-    pieces: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    pieces: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "Experience":
@@ -55,10 +52,10 @@ class Experience(Samples):
             sample_indices=torch.arange(len(rollouts)),
             images=tuple(r.images for r in rollouts) if any(r.images for r in rollouts) else (),
             pieces={
-                "token_ids": [r.token_ids for r in rollouts],
-                "action_mask": [r.action_mask for r in rollouts],
-                "rollout_logprobs": [r.logprobs for r in rollouts],
-                "weight_versions": [r.weight_versions for r in rollouts],
+                "token_ids": [r.token_ids.int().numpy() for r in rollouts],
+                "action_mask": [r.action_mask.numpy() for r in rollouts],
+                "rollout_logprobs": [r.logprobs.numpy() for r in rollouts],
+                "weight_versions": [r.weight_versions.numpy() for r in rollouts],
             },
         )
 
@@ -78,33 +75,28 @@ class Experience(Samples):
         columns = {}
         for name, pieces in self.pieces.items():
             taken = [pieces[index] for index in indices] or [pieces[0][:0]]
-            column = torch.cat(taken)
-            columns[name] = column.int() if name == "token_ids" else column
+            columns[name] = torch.from_numpy(np.concatenate(taken))
         return replace(super().select(indices), **columns)
 
     def cut(self, parts: Sequence[Sequence[int]]) -> Iterator[SampleShare]:
-        """Yield the samples of each part: `BLOCK` samples are laid out at a time, or one part."""
-        block: list[Sequence[int]] = []
-        size = 0
-        for part in parts:
-            if block and size + len(part) > BLOCK:
-                yield from self._cut_block(block)
-                block, size = [], 0
-            block.append(part)
-            size += len(part)
-        yield from self._cut_block(block)
-
-    def _cut_block(self, parts: Sequence[Sequence[int]]) -> Iterator[SampleShare]:
-        """Yield the samples of each part as views of columns that are laid out once."""
-        whole = self.select([index for part in parts for index in part])
-        bounds = list(pairwise(accumulate(map(len, parts), initial=0)))
-        where = {"sample": list(starmap(slice, bounds))}
-        for axis, offsets in whole._offsets.items():
-            where[axis] = [slice(offsets[start], offsets[end]) for start, end in bounds]
-        names = tuple(name for name in whole._arrays if name in Samples.axes())
-        views = [map(whole._arrays[n].__getitem__, where[self.axes()[n]]) for n in names]
-        for own, arrays in zip(where["sample"], zip(*views, strict=True), strict=True):
-            yield SampleShare(names, arrays, whole.images[own])
+        """Yield the samples of each part; what has one number for each sample is put in order once
+        for all parts.
+        """
+        order = [index for part in parts for index in part]
+        where, axes, ragged = np.asarray(order, dtype=np.int64), self.axes(), dict(self.pieces)
+        numbers = {n: array[where] for n, array in self._arrays.items() if axes[n] == "sample"}
+        numbers = {name: array for name, array in numbers.items() if name in Samples.axes()}
+        for name, array in self._arrays.items():
+            if axes[name] != "sample":
+                bounds = self._offsets[axes[name]]
+                ragged[name] = [array[start:end] for start, end in pairwise(bounds)]
+        names, columns = (*numbers, *ragged), list(ragged.values())
+        for start, end in pairwise(accumulate(map(len, parts), initial=0)):
+            own = [[array[start:end]] for array in numbers.values()]
+            for column in columns:
+                own.append([column[k] for k in order[start:end]] or [column[0][:0]])
+            images = tuple(self.images[k] for k in order[start:end]) if self.images else ()
+            yield SampleShare(names, tuple(own), images)
 
     def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list[SampleShare]]:
         """Cut the samples into shares balanced by tokens, without columns that models computed;

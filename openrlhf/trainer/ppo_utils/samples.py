@@ -109,38 +109,41 @@ class Samples(Batch):
 
 @dataclass(frozen=True)
 class SampleShare:
-    """Samples on their way to a rank, as numpy arrays, which are cut in a fraction of the time that
-    tensors take.
+    """Samples on their way to a rank: pieces of each column, as numpy arrays, which are cut in a
+    fraction of the time that tensors take. They are laid end to end once, by who pickles the share
+    or opens it.
 
     Example: `share["num_actions"]` is [3, 1], `share.samples.num_actions` is tensor([3, 1])
     """
 
     names: tuple[str, ...]  # of the columns
-    arrays: tuple[np.ndarray, ...]
+    pieces: tuple[Sequence[np.ndarray], ...]  # of each column, at least one
     images: tuple[tuple[Picture, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self["seq_lengths"])
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self.arrays[self.names.index(name)]
+        return _end_to_end(self.pieces[self.names.index(name)])
 
     @property
     def samples(self) -> Samples:
         """Return the samples. Arrays may be read-only: nothing writes into a column."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            columns = zip(self.names, map(torch.from_numpy, self.arrays), strict=True)
+            columns = zip(
+                self.names, map(torch.from_numpy, map(_end_to_end, self.pieces)), strict=True
+            )
             return Samples(**dict(columns), images=self.images)
 
     def __reduce__(self) -> tuple[Callable[..., "SampleShare"], tuple[Any, ...]]:
         """Pickle as one array, since each array costs Ray microseconds; it takes and gives the
         memory without a copy. Wide numbers come first, so that all of them are aligned.
         """
-        order = sorted(range(len(self.names)), key=lambda k: -self.arrays[k].itemsize)
-        names, arrays = tuple(self.names[k] for k in order), [self.arrays[k] for k in order]
-        whole = np.concatenate([array.view(np.uint8) for array in arrays])
-        layout = [(array.dtype.str, array.nbytes) for array in arrays]
+        order = sorted(range(len(self.names)), key=lambda k: -self.pieces[k][0].itemsize)
+        names, columns = tuple(self.names[k] for k in order), [self.pieces[k] for k in order]
+        whole = np.concatenate([piece.view(np.uint8) for column in columns for piece in column])
+        layout = [(column[0].dtype.str, sum(p.nbytes for p in column)) for column in columns]
         return _unpacked, (names, layout, whole, self.images)
 
 
@@ -152,8 +155,12 @@ def _unpacked(
 ) -> SampleShare:
     ends = accumulate((size for _, size in layout), initial=0)
     pieces = zip(pairwise(ends), layout, strict=True)
-    arrays = tuple(whole[start:end].view(dtype) for (start, end), (dtype, _) in pieces)
-    return SampleShare(names, arrays, images)
+    columns = tuple([whole[start:end].view(dtype)] for (start, end), (dtype, _) in pieces)
+    return SampleShare(names, columns, images)
+
+
+def _end_to_end(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def offsets_of(sizes: Tensor) -> list[int]:
