@@ -58,7 +58,7 @@ class OwnGenerate:
         tokenizer: Tokenizer | None = None,
         processor: ImageProcessor | None = None,
     ) -> None:
-        """`seed` is the run's. Stop texts need `tokenizer`, models that see `processor`."""
+        """`seed` is the run's. Stop texts need `tokenizer`, and images need `processor`."""
         self.model, self.max_num_rows, self.tokenizer = model, max_num_rows, tokenizer
         self.processor = processor
         self.weight_version, self.seed = weight_version, seed

@@ -1,13 +1,10 @@
 """A run that loses an engine and a rank goes on: the quick part of test_fault_matrix."""
 
-import pytest
-
 from openrlhf.cli import train_ppo_ray
 from tests.helpers.faults import ACTOR, ENGINE, KILL, Faults
 from tests.integration.commands import SMALL, argv, steps_of
 
 
-@pytest.mark.timeout(90)  # the quick part of the faults takes no longer
 def test_a_run_that_loses_an_engine_and_a_rank_makes_every_step_once(
     ray_cluster: None, given: dict, faults: Faults
 ) -> None:

@@ -158,9 +158,7 @@ def plan_updates(
 
 
 def update_shares(experience: Experience, plan: Sequence[PlannedStep]) -> Iterator[UpdateShare]:
-    """Yield the share of every rank; those of one block of samples are held at a time. A sample
-    that a rank sees in several epochs is sent once.
-    """
+    """Yield the share of every rank. A sample that a rank sees in several epochs is sent once."""
     members = list(zip(*(step.members for step in plan), strict=True))  # [rank][step]
     texts = zip(*(step.texts or [()] * len(members) for step in plan), strict=True)
     same = [{name: vars(step)[name] for name in OF_ALL_RANKS} for step in plan]

@@ -80,12 +80,15 @@ class RaySession:
         """End ranks and engines on this machine, with all that they have started. Ray's own
         processes stay: it ends the program whose raylet has ended.
         """
+        started: list[psutil.Process] = []
         for process in self.processes.values():
-            with suppress(psutil.NoSuchProcess):
-                for child in process.children():
-                    if child.cmdline()[:1] and child.cmdline()[0].startswith("ray::"):
-                        kill_tree(child.pid)
-                        child.kill()
+            with suppress(psutil.Error):
+                started += process.children()
+        for child in started:
+            with suppress(psutil.Error):
+                if "".join(child.cmdline()).startswith("ray::"):
+                    kill_tree(child.pid)
+                    child.kill()
 
 
 @contextmanager
