@@ -45,6 +45,7 @@ from openrlhf.errors import ConfigError, Gathered, RewardError
 from openrlhf.models.loading import (
     check_engine_reads_pictures,
     check_files,
+    check_shapes,
     check_value_model,
     image_processor_of,
     load_causal_lm,
@@ -325,8 +326,11 @@ def vllm_engine(task: BatchTask) -> VLLMEngine:
     config, num_gpus = task.config, torch.cuda.device_count()
     num_workers = config.vllm.tensor_parallel_size or most_workers(task.model_config, num_gpus)
     check_engine_split(task.model_config, task.model_path, num_workers, "tp_size")
-    if collectives.is_main():
+    # Each node may have files of its own.
+    if Topology.from_env(local_rank=config.local_rank).local_rank == 0:
+        check_shapes(task.model_config, task.model_path, config)
         check_files(task.model_config, task.model_path, config)
+    collectives.barrier()
     return VLLMEngine(
         {
             "model": task.model_path,

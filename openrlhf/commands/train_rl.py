@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 
 from torch import Tensor
 
@@ -82,13 +83,7 @@ def run_ppo_ray(
 
 def placed(config: PPOConfig) -> PPOConfig:
     """Return the config with a place for models and engines, where nobody gave them one."""
-    try:
-        from openrlhf.trainer.ray.cluster import view_of_run  # noqa: PLC0415 - only on Ray
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error}: openrlhf ppo runs on Ray. Type pip install ray, or openrlhf ppo-local."
-        ) from error
-    return sharing_one_machine(config, view_of_run)
+    return sharing_one_machine(config, _ray_module().view_of_run)
 
 
 def run_ppo_local(
@@ -112,9 +107,22 @@ def opener(*, on_ray: bool) -> OpenCluster:
     """
     if not on_ray:
         return local_cluster
-    from openrlhf.trainer.ray.cluster import ray_cluster  # noqa: PLC0415 - see above
-
+    ray_cluster: OpenCluster = _ray_module().ray_cluster
     return ray_cluster
+
+
+def _ray_module() -> ModuleType:
+    """Return openrlhf.trainer.ray.cluster, which only a run on Ray imports."""
+    try:
+        from openrlhf.trainer.ray import cluster  # noqa: PLC0415 - no other run needs Ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            "This runs on Ray, which is not installed. Type pip install 'ray[default]>=2.60,<3' or "
+            "openrlhf ppo-local; for an evaluation, leave --vllm_num_engines out."
+        ) from error
+    return cluster
 
 
 def _open_and_run(

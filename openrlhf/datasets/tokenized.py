@@ -171,7 +171,7 @@ class TokenizedDataset(ABC):
         self._processor = image_processor
         self._reads_images = image_processor is not None and row_format.max_images_per_prompt != 0
         self._image_keys = self._find_images(rows) if self._reads_images else []
-        self._rows = reduce(undecoded, self._image_keys, rows)
+        self._rows = reduce(undecoded, rows.column_names, rows)
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
         self._columns = self.find_columns(row_format, rows)
         self._nested = columns_of(rows, row_format)[len(rows.column_names) :]

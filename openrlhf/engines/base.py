@@ -18,6 +18,13 @@ Result = TypeVar("Result")
 SEED_BITS = 63
 
 
+def named_seed(seed: int, name: object) -> int:
+    """Return the seed of a part, with room for the samples of a request. All its bits differ from
+    those of other seeds and names: torch's generator reads 32 of them on a CPU.
+    """
+    return random.Random(f"{seed} {name}").getrandbits(SEED_BITS - 1)
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """Sampling settings; `temperature` 0 is greedy. Tokens are dropped by `min_p`, then `top_k`,
@@ -44,20 +51,11 @@ class SamplingSettings:
         ids = tuple(dict.fromkeys([*self.stop_token_ids, *(token_ids or ())]))
         return replace(self, stop=(*self.stop, *(texts or ())), stop_token_ids=ids)
 
-    def for_row(self, row_id: int) -> "SamplingSettings":
-        """Return the settings of one prompt of many: with a seed, every row has seeds of its own,
-        far from those of other rows and runs; sample k takes the row's plus k.
-        """
-        if self.seed is None:
-            return self
-        seed = (self.seed << 32) + row_id * self.num_samples
-        return replace(self, seed=seed % 2**SEED_BITS)
-
     def for_part(self, name: object) -> "SamplingSettings":
-        """Return the settings of a part of a sample, as a turn of it: with a seed, its own one."""
-        if self.seed is None:
-            return self
-        return replace(self, seed=random.Random(f"{self.seed} {name}").getrandbits(SEED_BITS))
+        """Return the settings of a part of what has these: a prompt of many, or a turn of a sample.
+        With a seed, every part has one of its own; sample k of a prompt takes it plus k.
+        """
+        return self if self.seed is None else replace(self, seed=named_seed(self.seed, name))
 
     def for_sample(self, k: int) -> "SamplingSettings":
         """Return the settings of sample k of a prompt by itself."""

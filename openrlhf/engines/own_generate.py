@@ -5,7 +5,6 @@ before top-p. Suffixes: R rows of a batch, L tokens so far, T tokens to come, V 
 """
 
 import math
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,13 +26,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
-from openrlhf.utils.images import ImageProcessor
+from openrlhf.engines.base import (
+    Completion,
+    GenerationRequest,
+    SamplingSettings,
+    named_seed,
+)
+from openrlhf.utils.images import ImageProcessor, is_vision
 from openrlhf.utils.packing import base_model_of, is_padded
 from openrlhf.utils.tokenizer import Tokenizer
 
 MAX_NUM_ROWS = 256
-NAMED_SEED_BITS = 62  # room for the samples of a request
 PAD = 0  # masked wherever it stands
 BLOCK = 256  # tokens of a vocabulary that are summed up
 # Attention that takes masks; "eager" is there for a reason.
@@ -97,7 +100,7 @@ def one_by_one(request: GenerationRequest, run_seed: int) -> Iterator[Generation
     """Yield a request of one sample for every sample, with a seed of its own."""
     sampling, seed = request.sampling, request.sampling.seed
     if seed is None:
-        seed = random.Random(f"{run_seed} {request.request_id}").getrandbits(NAMED_SEED_BITS)
+        seed = named_seed(run_seed, request.request_id)
     for k in range(sampling.num_samples):
         yield replace(request, sampling=replace(sampling, num_samples=1, seed=seed + k))
 
@@ -184,9 +187,8 @@ def uniform_of(rows: Sequence[GenerationRequest]) -> Tensor:
     """Return the random numbers of every row, (R, T) float64 in [0, 1), from its seed."""
     uniform_RT = torch.empty(len(rows), rows[0].sampling.max_new_tokens, dtype=torch.float64)
     for numbers_T, row in zip(uniform_RT, rows, strict=True):
-        # Torch's generator takes 32 bits of a seed; a run's stand above them.
-        seed = random.Random(row.sampling.seed).getrandbits(32)
-        numbers_T.uniform_(generator=torch.Generator().manual_seed(seed))
+        assert row.sampling.seed is not None, "a row without a seed"
+        numbers_T.uniform_(generator=torch.Generator().manual_seed(row.sampling.seed))
     return uniform_RT
 
 
@@ -253,13 +255,13 @@ def shared_prompts(
     model: Any, rows: Sequence[GenerationRequest], token_ids_RL: Tensor, is_token_RL: Tensor
 ) -> dict[str, Cache]:
     """Return the argument of `generate` that holds keys and values of all but the last token of the
-    prompts. A prompt of several rows is read once; with one row for each, or images, `generate`
-    reads them itself.
+    prompts. A prompt of several rows is read once; with one row for each, or a model that reads
+    images, which keeps positions of all rows, `generate` reads them itself.
     """
     first: dict[tuple[int, ...], int] = {}
     for k, row in enumerate(rows):
         first.setdefault(tuple(row.prompt_token_ids), k)
-    if len(first) == len(rows) or min(map(len, first)) == 1 or any(row.images for row in rows):
+    if len(first) == len(rows) or min(map(len, first)) == 1 or is_vision(model.config):
         return {}
     distinct = list(first.values())
     cache = model.generate(

@@ -98,6 +98,10 @@ class WeightReceiver(WeightTransferEngine[Any, Any]):
         self.reader.close()
         finalize_layerwise_reload(self.model, self.model_config)
         vllm_cpu.after_reload(self.model)
+        # Of Qwen3-VL: added in every step, and lost in a sleep, for they are no buffers of torch's.
+        with torch.inference_mode():  # as an engine that has run may have made them
+            for vectors in getattr(self.model, "deepstack_input_embeds", None) or ():
+                vectors.zero_()
         if absent := self._absent():
             raise WeightSyncError(f"incomplete update: {len(absent)} missing, e.g. {absent[0]}")
         self._check_held()

@@ -39,7 +39,7 @@ from openrlhf.models.support import (
     padding_note,
     refuse_unsupported,
 )
-from openrlhf.models.vision import blank_picture
+from openrlhf.models.vision import blank_picture, place_tiles
 from openrlhf.utils.adapter_folder import (
     adapter_below,
     base_of_adapter,
@@ -254,8 +254,8 @@ def check_shapes(config: PretrainedConfig, path: str, command: CommandConfig) ->
 
 
 def _shapes_as_stored(config: PretrainedConfig, path: str) -> Mapping[str, list[int]]:
-    """Return the shape of every tensor in the files of a language model by its name in the model;
-    none where they have others there, or are in other files.
+    """Return the shape of every tensor in the files of a language model, by name; none where the
+    model has other names for them, or the files are no safetensors.
     """
     is_stored_so = get_checkpoint_conversion_mapping(config.model_type) is None
     is_quantized = getattr(config, "quantization_config", None) is not None
@@ -363,6 +363,7 @@ def read_model(
             module.support_avx512bf16_for_cpu = False
     own_memory(model)
     check_finite(model, path)
+    place_tiles(model)
     if command.ds.use_liger_kernel:
         from liger_kernel import transformers as liger  # noqa: PLC0415 - imports Triton
 
@@ -583,7 +584,10 @@ def check_files(config: PretrainedConfig, path: str, command: CommandConfig) -> 
         model = empty_model(config, command, dtype=torch.float32, scores=False)
         named = {name for name, _ in model.named_parameters()} - {*model.all_tied_weights_keys}
         missing = sorted(named - shapes.keys())
-        if missing and shapes.keys() <= model.state_dict().keys():  # else some have other names
+        passed_over = ["rotary_emb.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())]
+        unknown = shapes.keys() - model.state_dict().keys()
+        unknown -= {name for name in unknown if re.search("|".join(passed_over), name)}
+        if missing and not unknown:  # else some may be there under other names
             raise ConfigError(
                 f"The weights at {path!r} do not fit the model: {len(missing)} are missing, such "
                 f"as {missing[0]}. Give a complete checkpoint."
@@ -596,7 +600,7 @@ def check_files(config: PretrainedConfig, path: str, command: CommandConfig) -> 
 
 def _check_numbers(tensor: Tensor, name: str, path: str) -> None:
     # Those in 8 bits are scaled, and have no such test. A single number is a constant, such as the
-    # -inf of masks. Both ends are ten times as fast as a test of each, and NaN is both of them.
+    # -inf of masks. The two ends, NaN where there is one, take a tenth of a test of each number.
     if not tensor.is_floating_point() or tensor.itemsize == 1 or not tensor.dim():
         return
     if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():

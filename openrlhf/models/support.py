@@ -132,6 +132,7 @@ def refuse_unsupported(
             f"--ds_tensor_parallel_size {ds.tensor_parallel_size}": ds.tensor_parallel_size > 1,
             "--use_liger_kernel": ds.use_liger_kernel,
             "--load_in_4bit": ds.load_in_4bit,
+            "--attn_implementation flex_attention": ds.attention == "flex_attention",
         }
         said = f"{path} reads images, which this does not support. Leave it out."
         problems = [f"{flag}: {said}" for flag, is_used in flags.items() if is_used]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from openrlhf.engines.base import SEED_BITS, Completion, GenerationRequest
+from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import EngineError, LostEngineError, LostRankError
 from openrlhf.rollout.rollout import RolloutRequest
 from openrlhf.utils.rollout import Rollout, checked_arrays, sequence_tensors
@@ -94,8 +94,8 @@ class Dispatcher:
             return begun
         own = request.sampling.for_sample(k)
         ids = () if begun is None else begun.token_ids
-        if own.seed is not None:  # other numbers than those that the first tokens have had
-            own = replace(own, seed=(own.seed + (len(ids) << 32)) % 2**SEED_BITS)
+        if ids:  # other numbers than those that the first tokens have had
+            own = own.for_part(len(ids))
         rest = replace(
             request,
             request_id=f"{request.request_id}/{k}",

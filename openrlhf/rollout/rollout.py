@@ -162,7 +162,7 @@ class GroupStream:
         """
         self.num_running += len(prompts)
         for key, prompt in prompts:
-            sampling = self._sampling.for_row(prompt.row_id)
+            sampling = self._sampling.for_part(prompt.row_id)
             request = RolloutRequest(
                 prompt, sampling, f"{tag}/{prompt.row_id + 1}", next(self._group_ids)
             )

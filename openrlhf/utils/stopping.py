@@ -103,7 +103,7 @@ class _Listener:
                 is_signal = self.failure is None  # and no error of another thread's
                 if is_signal and held_s > SAME_S and (why := self.blocked()):
                     self.leave(Interrupted(why))
-                if held_s > limit_s:
+                if is_signal and held_s > limit_s:
                     self.leave(Interrupted(f"a library held the main thread for {limit_s:g} s"))
         os.close(pipe)
 

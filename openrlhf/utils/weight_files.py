@@ -69,9 +69,16 @@ def _check_layers(folder: Path) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ConfigError for a torn safetensors file, and for one that the index names in vain."""
-    shards = [] if (folder / WHOLE[0]).is_file() else _indexed_files(folder)
-    for name in (*WHOLE, *shards):
+    """Raise ConfigError for a torn safetensors file, for one that the index names in vain, and for
+    an index beside a file that it does not name: Transformers reads the file, vLLM the index.
+    """
+    shards = _indexed_files(folder)
+    if shards and (folder / WHOLE[0]).is_file() and WHOLE[0] not in shards:
+        raise ConfigError(
+            f"{folder} holds two sets of weights: {WHOLE[0]}, and the files that {INDEX} names. "
+            "Remove the older one."
+        )
+    for name in dict.fromkeys((*WHOLE, *shards)):
         if (path := folder / name).is_file():
             if problem := _file_problem(path):
                 raise ConfigError(f"{path} {problem}")

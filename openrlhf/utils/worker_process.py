@@ -321,9 +321,14 @@ def ending_children() -> Iterator[None]:
         yield
     finally:
         for child in set(psutil.Process().children()) - before:
-            kill_tree(child.pid)
-            with suppress(psutil.Error):
-                child.kill()
+            end_tree(child)
+
+
+def end_tree(process: psutil.Process) -> None:
+    """Kill a process that may have ended, with all that it has started."""
+    kill_tree(process.pid)
+    with suppress(psutil.Error):
+        process.kill()
 
 
 def kill_tree(pid: int) -> None:

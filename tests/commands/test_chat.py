@@ -1,6 +1,7 @@
 """interactive_chat: history, streaming, commands, Ctrl-C, long talks, and a pseudo terminal."""
 
 import io
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,6 +140,13 @@ class Interrupted(io.StringIO):
         if not line:
             raise KeyboardInterrupt
         return line
+
+
+def test_what_a_model_says_of_sampling_and_is_not_used_is_said(tiny_model_dir, tmp_path, talk):
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
+    said = f"not used: repetition_penalty 1.5 of the generation config of {model}. Type "
+    assert said in talk("", "--pretrain", str(model))[1]
 
 
 def test_ctrl_c_at_the_prompt_ends_the_talk(talk):

@@ -102,6 +102,11 @@ def test_a_check_says_what_would_be_trained_and_touches_nothing(
     assert sorted(Path().iterdir()) == before
 
 
+def test_an_output_folder_that_is_the_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code(check.main, ppo(save_path="model"))
+    assert "warning: --save_path model is the model of --pretrain" in capsys.readouterr().err
+
+
 def test_a_forgotten_label_key_is_said_where_the_reward_reads_labels(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -4,6 +4,7 @@ import datetime
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -99,6 +100,16 @@ def test_what_ends_a_response_reaches_the_sampling(folder: Path) -> None:
     sampling = sampling_of(task)
     assert sampling.stop == ("ab", "cd")
     assert sampling.stop_token_ids == (task.tokenizer.eos_token_id, 9)
+
+
+def test_what_a_model_says_of_sampling_and_is_not_used_is_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(folder / "model", tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"repetition_penalty": 1.5}')
+    run_batch_inference(config_of(folder, "generate", GREEDY, pretrain=str(model)))
+    said = f"not used: repetition_penalty 1.5 of the generation config of {model}. Type "
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["rm-one-0", "rm-two-0", "rm-two-3"])

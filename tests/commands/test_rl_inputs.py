@@ -68,8 +68,8 @@ def test_the_text_that_is_mixed_in_is_part_of_the_data_that_a_run_resumes_on(
     assert found[0] != found[1]
 
 
-def test_what_ends_a_response_reaches_the_sampling_of_training_and_evaluation(
-    tmp_path: Path,
+def test_what_a_model_says_of_sampling_is_used_or_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_model(tmp_path / "model")
     tokenizer = load_tokenizer(str(model))
@@ -78,16 +78,21 @@ def test_what_ends_a_response_reaches_the_sampling_of_training_and_evaluation(
     tokenizer.save_pretrained(model)
     for file in ("config.json", "generation_config.json"):
         known = json.loads((model / file).read_text())
-        (model / file).write_text(json.dumps(known | {"eos_token_id": other}))
+        (model / file).write_text(json.dumps(known | {"eos_token_id": other, "top_k": 20}))
     data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q"}])
     words = f"--pretrain {model} --prompt_data {data} --eval_dataset {data} --stop ab cd "
     words += f"--stop_token_ids 9 --save_path {tmp_path / 'run'} --remote_rm_url http://localhost:1"
     inputs = prepare_inputs(parse_config(PPOConfig, words.split()).config, has_engines=False)
     inputs.reward_source.close()
+    not_used = f"not used: top_k 20 of the generation config of {model}"
+    said = capsys.readouterr().err
+    assert f"{not_used}\n" in said
+    assert "evaluation: --eval_dataset has the rows of the training data" in said
     words = words.replace("--prompt_data", "--eval_dataset").replace("--pretrain", "--models")
     gathered = Gathered()
     measured = gather_inputs(parse_config(EvaluateConfig, words.split()).config, gathered)
     measured.reward_source.close()
+    assert f"{not_used}. Type --top_k 20 to use them" in capsys.readouterr().err
     for sampling in (inputs.sampling, inputs.eval_sampling, measured.sampling):
         assert sampling.stop == ("ab", "cd")
         assert sampling.stop_token_ids == (other, end, 9)

@@ -117,6 +117,8 @@ PPO_TREES = [
     ("--actor.loss_agg_mode token-mean", "algo.loss_aggregation", "token_mean"),
     ("--report_to none", "logger.wandb.key", None),
     ("--report_to wandb tensorboard", "logger.wandb.key", "true"),
+    ("--report_to trackio mlflow", "logger.trackio", True),
+    ("--report_to trackio mlflow", "logger.mlflow", True),
     ("--output_dir o --report_to all", "logger.tensorboard_dir", "o/tensorboard"),
     ("--use_wandb abc --report_to wandb", "logger.wandb.key", "abc"),
     # Numbers: negative, scientific, lists.

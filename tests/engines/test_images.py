@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,17 @@ def test_vllm_reads_images_as_hugging_face_does_in_every_family(kind, tmp_path):
 def test_a_model_that_generates_itself_reads_images_as_it_does_alone(kind, tmp_path):
     seen = Seen(tiny_vision.make(kind, tmp_path))
     check_generation(seen, OwnGenerate(seen.model, processor=seen.processor))
+
+
+@pytest.mark.parametrize("kind", tiny_vision.KINDS)
+def test_texts_of_several_samples_each_are_generated_as_alone(kind, tmp_path):
+    seen = Seen(tiny_vision.make(kind, tmp_path))
+    engine = OwnGenerate(seen.model, processor=seen.processor)
+    text = seen.request((), num_samples=2, seed=7, max_new_tokens=8)
+    asked = [text, replace(text, prompt_token_ids=text.prompt_token_ids[1:])]
+    alone = [engine.generate([request])[0] for request in asked]
+    for together, apart in zip(engine.generate(asked), alone, strict=True):
+        assert [a.token_ids for a in together] == [a.token_ids for a in apart]
 
 
 def test_an_update_of_the_tower_alone_is_seen_at_once_and_its_receipt_names_it(seen, engine):

@@ -148,9 +148,9 @@ def test_numbers_follow_from_seed_and_name_of_a_request(model):
 
 
 def test_runs_with_other_seeds_draw_other_numbers_for_the_same_row(model):
-    """Whatever stands above the 32 bits that torch's generator takes of a seed."""
+    """Within the 32 bits that torch's generator, and so vLLM's, reads of a seed on a CPU."""
     runs = [request(max_new_tokens=12, seed=seed) for seed in (1, 2)]
-    rows = [replace(run, sampling=run.sampling.for_row(3)) for run in runs]
+    rows = [replace(run, sampling=run.sampling.for_part(3)) for run in runs]
     [first], [second] = OwnGenerate(model).generate(rows)
     assert first.token_ids != second.token_ids
 

@@ -1,12 +1,16 @@
 """A run that loses an engine and a rank goes on: the quick part of test_fault_matrix."""
 
+import re
+
+import pytest
+
 from openrlhf.cli import train_ppo_ray
 from tests.helpers.faults import ACTOR, ENGINE, KILL, Faults
 from tests.integration.commands import SMALL, argv, steps_of
 
 
 def test_a_run_that_loses_an_engine_and_a_rank_makes_every_step_once(
-    ray_cluster: None, given: dict, faults: Faults
+    ray_cluster: None, given: dict, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults.plan = {2: (ENGINE, "generate", KILL), 4: (ACTOR, "update", KILL)}
     flags = (
@@ -22,3 +26,7 @@ def test_a_run_that_loses_an_engine_and_a_rank_makes_every_step_once(
     [trainer] = faults.trainers
     assert trainer.sampler.ledger.outcomes == {"trained": 8}
     assert faults.seconds.keys() == faults.plan.keys()
+    said = capsys.readouterr().err
+    for who, end in (("vllm-0", r"The end of \S+vllm-0\.log: \S"), ("actor rank 0 of 1", "")):
+        died = rf"warning: {who} on node [\d.]+ died: pid \d+ ended .*SIGKILL.*{end}"
+        assert re.search(died, said), said

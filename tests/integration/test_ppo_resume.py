@@ -99,10 +99,13 @@ def test_what_the_same_command_may_change(root: Path, tmp_path: Path, capsys) ->
     more = flags.replace("--num_episodes 1", "--num_episodes 2")
     # Half written, the newest one is passed over.
     (run_dir / "ckpt" / "global_step3" / "actor_rank0.json").unlink()
-    assert start(root, run_dir, more, "--temperature", "0.9") == 0
+    rate = ["--reset_lr", "--actor_learning_rate", "1e-8"]
+    assert start(root, run_dir, more, "--temperature", "0.9", *rate) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "global_step3 is damaged and passed over" in said
-    assert [record["step"] for record in steps_of(run_dir)] == list(range(1, NUM_STEPS + 1))
+    steps = steps_of(run_dir)
+    assert [record["step"] for record in steps] == list(range(1, NUM_STEPS + 1))
+    assert min(record["actor_lr"] for record in steps[:2]) > 1e-4 > 1e-8 >= steps[-1]["actor_lr"]
 
 
 # On Ray and vLLM: no step is lost or done twice, engines hold the policy of the checkpoint.
@@ -126,9 +129,10 @@ def run_killed(command: list[str], *, stop_at: int | None = None, run_dir: Path)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
-        deadline = time.monotonic() + 300
+        deadline, num_before = time.monotonic() + 300, len(steps_of(run_dir))
         while stop_at is not None and process.poll() is None and time.monotonic() < deadline:
-            if any(record["step"] >= stop_at for record in steps_of(run_dir)):
+            records = steps_of(run_dir)
+            if len(records) > num_before and records[-1]["step"] >= stop_at:
                 time.sleep(random.random() / 2)
                 process.send_signal(signal.SIGKILL)
             time.sleep(0.05)

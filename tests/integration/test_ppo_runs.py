@@ -48,6 +48,7 @@ def test_the_first_steps_train_the_critic_alone(ppo: Path) -> None:
     steps = steps_of(ppo)
     assert ["policy_loss" in step for step in steps] == [False, True, True]
     assert all("critic_loss" in step for step in steps)
+    assert [step.get("actor_update_ratio", 0.0) > 0 for step in steps] == [False, True, True]
     versions = [
         pandas.read_parquet(ppo / "rollouts" / f"step_{step:06d}.parquet").weight_version.unique()
         for step in (1, 2, 3)

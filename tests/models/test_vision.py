@@ -1,5 +1,7 @@
 """Packed rows of pictures and text against each sample alone, as transformers computes it."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -101,3 +103,27 @@ def test_a_placeholder_has_no_probability(folder, temperature):
     entropy = actor(batch, temperature, with_entropy=True).entropy
     assert entropy is not None and entropy.isfinite().all()
     assert actor.head.state_dict().keys() == {"weight"}
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "smolvlm"])
+def test_a_patch_of_a_tile_has_its_place_in_16_bits_too(kind, tmp_path):
+    model = load_causal_lm(str(tiny_vision.make(kind, tmp_path)))
+    found = model.model.vision_model.embeddings
+    vision_config = copy.deepcopy(model.config.vision_config)
+    vision_config.image_size = 26 * vision_config.patch_size  # as Idefics3-8B has
+    plain = type(found)(vision_config)
+    torch.nn.init.zeros_(plain.patch_embedding.weight)
+    torch.nn.init.zeros_(plain.patch_embedding.bias)
+    pixels = torch.zeros(1, 3, vision_config.image_size, vision_config.image_size)
+    patches = torch.ones(1, 26, 26, dtype=torch.bool)
+    exact = plain(pixels, patch_attention_mask=patches)
+    found.num_patches_per_side = plain.num_patches_per_side
+    found.patch_embedding = plain.patch_embedding
+    found.position_embedding = plain.position_embedding
+    assert torch.equal(found(pixel_values=pixels, patch_attention_mask=patches), exact)
+    places = [
+        embeddings.bfloat16()(pixel_values=pixels.bfloat16(), patch_attention_mask=patches)
+        for embeddings in (found, plain)
+    ]
+    is_exact = [(place == exact.bfloat16()).all(-1).float().mean() for place in places]
+    assert is_exact[0] == 1 and is_exact[1] < 0.5  # of transformers'

@@ -216,6 +216,12 @@ def test_a_model_that_answers_nan_fails_that_group_alone() -> None:
     assert (row, error) == (100, "sample 0/1: the reward model m answered nan")
 
 
+def test_keys_of_an_answer_that_are_not_read_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    source = Source(lambda batch: {"rewards": by_label(batch), "speed": 3})
+    run(source, [group(1)], FAIL)
+    assert "rewards: keys of the answer that are not read: speed." in capsys.readouterr().err
+
+
 def test_a_source_that_is_closed_meanwhile_leaves_no_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

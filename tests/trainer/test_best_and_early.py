@@ -33,7 +33,7 @@ def sft(folder: Path, name: str, **settings: object) -> api.Result:
         dataset=str(folder / "rows.jsonl"),
         output_key="output",
         train_batch_size=8,
-        learning_rate=5e-3,
+        learning_rate=settings.pop("learning_rate", 5e-3),
         max_epochs=settings.pop("max_epochs", 10),
         save_path=str(folder / name),
         ckpt_path=str(folder / name / "ckpt"),
@@ -68,6 +68,13 @@ def test_a_run_ends_when_its_evaluations_do_not_improve_and_the_best_model_stays
     assert losses(again) == found  # nothing was left to do
     patient = sft(folder, "early", early_stop=3, load_checkpoint=True, **settings)
     assert len(losses(patient)) == len(found) + 1
+
+
+def test_a_learning_rate_without_effect_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sft(folder, "small", max_epochs=1, learning_rate=1e-12)
+    assert "of their size, which is lost in rounding" in capsys.readouterr().out
 
 
 def test_no_best_model_is_kept_unasked_without_checkpoints(folder: Path) -> None:

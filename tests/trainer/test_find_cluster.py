@@ -5,9 +5,11 @@ at once, where Ray would try for minutes.
 import errno
 import os
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
@@ -15,9 +17,11 @@ from ray._private import services
 
 from openrlhf.errors import ConfigError, LostEngineError, LostRankError, MachineError
 from openrlhf.trainer.ray import launcher
+from openrlhf.trainer.ray.cluster import view_of_run
 from openrlhf.trainer.ray.deaths import death_of_worker
 from openrlhf.trainer.ray.launcher import find_cluster
 from openrlhf.utils.framework_logs import latest_log, text_of
+from tests.helpers.processes import wait_until
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -82,6 +86,53 @@ def test_a_ray_that_does_not_start_in_time_is_one_line(monkeypatch) -> None:
     monkeypatch.setattr(launcher.ray, "init", init)
     with pytest.raises(MachineError, match="Ray did not start on this machine: The current node"):
         launcher._start_here()
+
+
+@pytest.fixture
+def ray_here() -> Iterator[psutil.Process]:
+    """A process in place of a raylet, with one that Ray has not started, and a worker."""
+    words = "(exec -a ray::X sleep 99) & (exec -a agent sleep 99) & echo; wait"
+    with subprocess.Popen(["bash", "-c", words], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        raylet = psutil.Process(process.pid)
+        wait_until(lambda: [c.cmdline()[0] for c in raylet.children()] == ["ray::X", "agent"])
+        yield raylet
+        raylet.resume()
+        for child in raylet.children():
+            child.kill()
+        process.kill()
+
+
+def living(raylet: psutil.Process) -> list[str]:
+    return [c.cmdline()[0] for c in raylet.children() if c.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_workers_of_a_lost_ray_are_ended_where_the_cluster_is_this_programs(
+    ray_here, is_own, monkeypatch, listener
+) -> None:
+    """Another cluster has workers of others, and may have one that this program is started by."""
+    watcher = subprocess.Popen(["sleep", "99"])
+    monkeypatch.setattr(launcher, "_start_here", lambda: watcher)
+    monkeypatch.setattr(launcher, "_join", lambda *_: None)
+    monkeypatch.setattr(launcher, "ray_processes", lambda: {"Ray's raylet": ray_here})
+    monkeypatch.setenv("RAY_ADDRESS", "local" if is_own else address_of(listener))
+    with launcher.ray_session() as session:
+        ray_here.suspend()
+        wait_until(session.is_lost)
+    wait_until(lambda: living(ray_here) == ["ray::X", "agent"][is_own:])
+    watcher.kill()
+    watcher.wait()
+
+
+@pytest.mark.parametrize("num_alive", [0, 1])
+def test_a_program_whose_ray_has_died_is_told_so(ray_here, num_alive, monkeypatch) -> None:
+    monkeypatch.setattr(launcher.ray, "is_initialized", lambda: True)
+    alive = dict([("Ray's raylet", ray_here)][:num_alive])
+    monkeypatch.setattr(launcher, "ray_processes", lambda: alive)
+    monkeypatch.setattr(launcher, "num_ray_processes", lambda: 2)
+    with pytest.raises(MachineError, match=r"is lost\. Start the program again"):
+        view_of_run()
 
 
 EOF = (

@@ -96,7 +96,9 @@ def test_steps_that_taught_nothing_are_counted_at_the_end(
     assert taught_nothing(records[2:3]) == ""
 
 
-def test_a_reward_that_rises_while_the_score_stays_is_said() -> None:
+def test_a_reward_that_rises_while_the_score_stays_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rewards = [0.1, 0.2, 0.1, 0.3, 0.4, 0.5, 0.7, 0.8, 0.7]
     stays, rises = [0.2, 0.3, 0.2] * 3, [0.2, 0.3, 0.2, 0.4, 0.5, 0.4, 0.6, 0.7, 0.6]
 
@@ -111,3 +113,6 @@ def test_a_reward_that_rises_while_the_score_stays_is_said() -> None:
     assert said(rewards, rises) == said(stays, stays) == said(rewards[:8], stays[:8]) == ""
     assert said(rewards, [1.0] * 9) == ""  # every response is right: it cannot rise
     assert reward_alone([{"step": k, "reward": r} for k, r in enumerate(rewards)]) == ""
+    pairs = enumerate(zip(rewards, stays, strict=True))
+    say_outcome(None, [], [{"step": k, "reward": r, "score": s} for k, (r, s) in pairs], where=str)
+    assert "hint: the reward rose from 0.133 to 0.733" in capsys.readouterr().out

@@ -123,3 +123,20 @@ def test_another_thread_ends_a_run_by_an_error_of_the_main_one():
     with stopping.listening(), pytest.raises(EngineError, match="gone"):
         stopping.end_run(EngineError("gone"))
         time.sleep(10)
+
+
+ENDED = """
+import threading
+from openrlhf.errors import EngineError
+
+stopping.LEAVE_S = 2
+threading.Timer(0.2, stopping.end_run, [EngineError("gone")]).start()
+"""
+
+
+def test_what_ends_a_run_is_said_where_a_library_holds_the_main_thread():
+    head, rest = HELD.split("\nwith stopping")
+    held = f"{head}{ENDED}with stopping{rest}"
+    pipe = subprocess.PIPE
+    ended = subprocess.run([sys.executable, "-c", held], stdout=pipe, stderr=pipe, timeout=60)
+    assert (ended.returncode, ended.stderr) == (EngineError.exit_code, b"error: gone\n")

@@ -166,12 +166,31 @@ def test_a_tensor_of_another_shape_is_one_line_where_it_is_read(model: Path) -> 
         load_causal_lm(model)
 
 
+def test_a_folder_with_two_sets_of_weights_is_refused(model: Path, refuse) -> None:
+    shutil.copy(model / "model.safetensors", model / "new.safetensors")
+    write_index(model, "new.safetensors")
+    assert "two sets of weights: model.safetensors, and the files that" in refusal(model, refuse)
+
+
+def test_an_index_may_name_the_one_file(model: Path) -> None:
+    write_index(model, "model.safetensors")
+    load_causal_lm(model)
+    look(model)
+
+
+def write_index(model: Path, file: str) -> None:
+    names = dict.fromkeys(load_file(model / "model.safetensors"), file)
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+
+
 def look(model: Path) -> None:
     """Look at the files that an engine will read."""
     check_files(load_config(str(model)), str(model), DEFAULTS)
 
 
 def test_a_weight_that_is_missing_is_named_before_an_engine_does_without(model: Path) -> None:
+    edit_weights(model, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8))  # as of old
     look(model)
     weights = load_file(model / "model.safetensors")
     del weights[WEIGHT]

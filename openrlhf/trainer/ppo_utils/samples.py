@@ -110,8 +110,8 @@ class Samples(Batch):
 @dataclass(frozen=True)
 class SampleShare:
     """Samples on their way to a rank: pieces of each column, as numpy arrays, which are cut in a
-    fraction of the time that tensors take. They are laid end to end once, by who pickles the share
-    or opens it.
+    fraction of the time that tensors take. They are laid end to end by who pickles the share, or
+    opens it.
 
     Example: `share["num_actions"]` is [3, 1], `share.samples.num_actions` is tensor([3, 1])
     """

@@ -38,9 +38,7 @@ def view_of_run() -> ClusterView:
     """Return the devices of the cluster that a run would join, or of this machine, on which it
     would start its own.
     """
-    if ray.is_initialized():
-        return view_cluster()
-    if find_cluster(os.environ.get("RAY_ADDRESS")) is not None:
+    if ray.is_initialized() or find_cluster(os.environ.get("RAY_ADDRESS")) is not None:
         with ray_session():
             return view_cluster()
     num_gpus = len(visible_gpus())

@@ -38,7 +38,13 @@ from openrlhf.errors import (
     machine_fault,
 )
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
-from openrlhf.trainer.ray.deaths import death_of_worker, is_dead, pid_in, ray_processes
+from openrlhf.trainer.ray.deaths import (
+    death_of_worker,
+    is_dead,
+    num_ray_processes,
+    pid_in,
+    ray_processes,
+)
 from openrlhf.trainer.ray.end_after import TOLD, ending_after_this_process
 from openrlhf.trainer.ray.placement import wait_for_node
 from openrlhf.trainer.ray.restarts import PAUSE_S, Restarts
@@ -50,7 +56,7 @@ from openrlhf.utils.framework_logs import with_last_lines
 from openrlhf.utils.progress import Health, saying_what_is_awaited
 from openrlhf.utils.run_folder import LOGS
 from openrlhf.utils.threads import where_is, yield_cores
-from openrlhf.utils.worker_process import is_stopped, kill_tree
+from openrlhf.utils.worker_process import end_tree, is_stopped
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us
@@ -77,8 +83,8 @@ class RaySession:
         return any(is_dead(process) or is_stopped(process) for process in self.processes.values())
 
     def kill_workers(self) -> None:
-        """End ranks and engines on this machine, with all that they have started. Ray's own
-        processes stay: it ends the program whose raylet has ended.
+        """End ranks and engines of a cluster that this program has for itself, with all that they
+        have started. Ray's own processes stay: a program whose raylet ends is ended by Ray.
         """
         started: list[psutil.Process] = []
         for process in self.processes.values():
@@ -87,8 +93,7 @@ class RaySession:
         for child in started:
             with suppress(psutil.Error):
                 if "".join(child.cmdline()).startswith("ray::"):
-                    kill_tree(child.pid)
-                    child.kill()
+                    end_tree(child)
 
 
 @contextmanager
@@ -99,7 +104,7 @@ def ray_session() -> Iterator[RaySession]:
     """
     if ray.is_initialized():
         session = RaySession(ray_processes())
-        if session.is_lost():
+        if session.is_lost() or len(session.processes) < num_ray_processes():  # stopped, or dead
             raise MachineError("The Ray of this program is lost. Start the program again.")
         yield session
         return
@@ -118,8 +123,8 @@ def ray_session() -> Iterator[RaySession]:
         finally:
             if session.is_lost():  # Ray's own end would wait
                 stopping.leave_behind()
-                session.kill_workers()
-                if watcher is not None:
+                if watcher is not None:  # another cluster has workers of others, and outlives this
+                    session.kill_workers()
                     watcher.send_signal(TOLD)
             else:
                 ray.shutdown()
