@@ -81,6 +81,7 @@ REFUSED = [
     (f"{SFT} --ds_tensor_parallel_size 2", f"--ds_tensor_parallel_size 2: vision {SAYS}"),
     (f"{SFT} --use_liger_kernel", f"--use_liger_kernel: vision {SAYS}"),
     (f"{SFT} --load_in_4bit --lora_rank 4", f"--load_in_4bit: vision {SAYS}"),
+    (f"{SFT} --attn_implementation flex_attention", f"flex_attention: vision {SAYS}"),
     (f"{SFT} --image_key photos", "column 'photos' is not in the data set"),
     (
         f"{SFT} --image_min_pixels 9000 --image_max_pixels 8000",
