@@ -40,7 +40,7 @@ from openrlhf.distributed.hub import open_repository, push
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.weights import hf_model_of
-from openrlhf.errors import ConfigError, Gathered
+from openrlhf.errors import ConfigError, DataError, Gathered
 from openrlhf.models.loading import image_processor_of, read_configs, say_padded
 from openrlhf.models.support import check_here, num_positions
 from openrlhf.report.report import reporting
@@ -89,6 +89,7 @@ def _run(
     if strategy.is_main:
         say_inputs(recipe, config, inputs)
     strategy.setup()
+    check_same_data(inputs)
     checkpoints = open_checkpoints(config.ckpt, inputs.data, config)
     is_at_end = (checkpoints.resume_step or 0) >= num_updates(config, len(inputs.samples))
     if checkpoints.is_done(run_dir, is_at_end=is_at_end):
@@ -100,6 +101,17 @@ def _run(
         trainer = recipe(config, inputs, strategy)
         trainer.callbacks = callbacks
         return _train(trainer, config, checkpoints)
+
+
+def check_same_data(inputs: Inputs) -> None:
+    """Raise DataError unless all ranks have the same rows: each picks its own by their number."""
+    held_out = inputs.eval_samples
+    found = all_gather_object((inputs.data, held_out.fingerprint if held_out else None))
+    if other := [rank for rank, data in enumerate(found) if data != found[0]]:
+        raise DataError(
+            f"The rows of rank {other[0]} are not those of rank 0. Copy the data sets to all nodes "
+            "again, or put them where all nodes read them."
+        )
 
 
 def _train(

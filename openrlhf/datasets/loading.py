@@ -101,9 +101,24 @@ def load_rows(
                     _refuse_damaged(file, _damaged(rows), LEAVE_OUT)
             if "repeated ids" not in allowed:
                 _refuse_repeated_ids(parts)
-        found.append(_capped(parts, max_samples))
+        found.append(parts)
     gathered.raise_if_any()
-    return _blend(found, _short(names), weights, seed, max_samples)
+    capped = [_capped(parts, max_samples) for parts in found]
+    rows = _blend(capped, _short(names), weights, seed, max_samples)
+    if weights is None and len(found) > 1 and max_samples is not None:
+        sizes = [sum(len(part) for _, part in parts) for parts in found]
+        _describe(rows, *_files(rows.info.description), beyond=_beyond(names, sizes, max_samples))
+    return rows
+
+
+def _beyond(names: Sequence[str], sizes: Sequence[int], max_samples: int) -> str:
+    """Return a line about data sets of which rows stand beyond the limit of samples."""
+    left, told = max_samples, []
+    for name, size in zip(names, sizes, strict=True):
+        if size > left:
+            told.append(f"{left:,} of {size:,} rows of {name}")
+        left = max(left - size, 0)
+    return f"the limit of {max_samples:,} samples leaves {', '.join(told)}" if told else ""
 
 
 def _short(names: Sequence[str]) -> list[str | None]:
@@ -713,9 +728,17 @@ def raise_bad_rows(subject: str, problems: Sequence[str], remedy: str) -> None:
     raise DataError(lines)
 
 
-def _describe(rows: Dataset, *origins: Origin) -> None:
-    """Keep with rows the files that they come from, one after the other."""
-    rows.info.description = json.dumps({"files": origins})
+def _describe(rows: Dataset, *origins: Origin, beyond: str = "") -> None:
+    """Keep with rows the files that they come from, one after the other, and a line about those
+    that were not read.
+    """
+    rows.info.description = json.dumps({"files": origins, "beyond": beyond})
+
+
+def beyond_limit(rows: Dataset) -> str:
+    """Return the line about data sets of which rows stand beyond the limit; empty if none do."""
+    description = rows.info.description or ""
+    return json.loads(description)["beyond"] if _files(description) else ""
 
 
 @lru_cache(maxsize=8)

@@ -46,6 +46,7 @@ from openrlhf.datasets.chat import (
 )
 from openrlhf.datasets.loading import (
     ExactJson,
+    beyond_limit,
     cache_error,
     damage_of,
     raise_bad_rows,
@@ -745,6 +746,8 @@ class TokenizedDataset(ABC):
             self.notices.append(f"{told} know it: responses end with it, and exports say so")
         for reason, count in sorted(self.dropped.items()):
             self.notices.append(Caution(f"{count} of {num_rows} rows were left out: {reason}"))
+        if beyond := beyond_limit(self._rows):
+            self.notices.append(Caution(beyond))
         if self.num_truncated:
             told = f"{self.num_truncated} of {num_rows} rows were cut at {form.max_len} tokens"
             self.notices.append(Caution(told))

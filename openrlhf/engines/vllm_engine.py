@@ -69,6 +69,8 @@ class VLLMEngine:
     """
 
     who = "the vLLM engine"
+    # Errors of the device or a worker; vLLM asserts where workers of several have died before.
+    ends_with: tuple[type[Exception], ...] = (RuntimeError, AssertionError)
     waits_for: LostRankError | None = None  # an engine of this process ends with the trainer
 
     def __init__(
@@ -295,8 +297,7 @@ class VLLMEngine:
                 )
                 self._fail(full)
                 raise full from error
-            # Of the device or a worker; vLLM asserts where workers of several have died before.
-            except (RuntimeError, AssertionError) as error:
+            except self.ends_with as error:
                 self._fail(error)
                 raise self._down() from error
             finally:

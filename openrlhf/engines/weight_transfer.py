@@ -68,6 +68,9 @@ class HostMemory:
         except RuntimeError as error:
             raise WeightSyncError(f"a bucket of weights cannot be opened: {error}") from error
 
+    def finish_copies(self) -> None:
+        """Wait until buffers hold what was copied into them: here they do."""
+
     def collect(self) -> None:
         """Free what readers have let go of: here that needs no call."""
 
@@ -102,6 +105,12 @@ class CudaMemory:
 
         # The seventh argument is the index of the GPU, which is another one in this process.
         return rebuild_cuda_tensor(*handle[:6], self.device.index, *handle[7:])
+
+    def finish_copies(self) -> None:
+        """Wait until buffers hold what was copied into them; not for a broadcast on a stream of its
+        own, which may have to be broken off.
+        """
+        torch.cuda.current_stream(self.device).synchronize()
 
     def collect(self) -> None:
         """Free what readers have let go of."""

@@ -120,6 +120,7 @@ class KDTrainer(SFTTrainer):
 
     name = "kd"
     reads_pictures = False
+    judged_by = ("loss", "gpt_loss", "distil_loss")
 
     def __init__(self, config: KDConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
         super().__init__(config, inputs, strategy)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from openrlhf.datasets.loading import damage_of, load_rows, row_location
+from openrlhf.datasets.loading import beyond_limit, damage_of, load_rows, row_location
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
@@ -434,6 +434,18 @@ def test_the_place_of_a_row_counts_from_its_own_file(tmp_path):
     both = load_rows(f"{tmp_path},{two}", max_samples=5)
     assert [row["a"] for row in both] == [1, 1, 1, 2, 2]
     assert row_location(both, 4) == f"{two}: row 2"
+
+
+def test_a_limit_that_leaves_out_rows_of_some_data_sets_is_said(tmp_path):
+    one, two = (
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"a": i} for i in range(9)]) for name in "ab"
+    )
+    rows = load_rows(f"{one},{two}", max_samples=4)
+    assert beyond_limit(rows) == (
+        f"the limit of 4 samples leaves 4 of 9 rows of {one}, 0 of 9 rows of {two}"
+    )
+    assert beyond_limit(load_rows(f"{one},{two}", max_samples=18)) == ""
+    assert beyond_limit(load_rows(str(one), max_samples=4)) == ""  # what was asked for
 
 
 def test_blended_rows_are_named_by_their_own_file(tmp_path):

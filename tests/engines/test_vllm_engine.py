@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 import transformers as hf
@@ -19,6 +20,7 @@ from openrlhf.engines.base import Beginning, Completion
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_receiver import report_full_logprobs
 from openrlhf.errors import EngineError, LostEngineError, MachineError, WeightSyncError
+from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 from openrlhf.trainer.workers.weight_sync import BroadcastTransport
 from openrlhf.utils.tensors import fingerprint
 from tests.distributed.spawn import run_ranks
@@ -248,6 +250,17 @@ def test_what_another_engine_would_meet_too_does_not_make_one_lost(error, raised
     assert (engine._end is not None) == is_ended
     if is_ended:
         assert isinstance(engine._down(), LostEngineError) == (raised is LostEngineError)
+
+
+def test_an_engine_on_ray_is_lost_with_a_worker_of_its_own():
+    def wake_up(tags: list[str]) -> None:
+        raise ray.exceptions.ActorDiedError()
+
+    engine = LLMRayActor.__new__(LLMRayActor)
+    engine._waiting, engine._end, engine._is_stepping = {}, None, True
+    engine._thread, engine.llm = ThreadPoolExecutor(1), SimpleNamespace(wake_up=wake_up)
+    with pytest.raises(LostEngineError):
+        engine.wake_up("weights")
 
 
 def test_a_transfer_that_is_broken_off_does_not_end_the_engine(engine, model):

@@ -115,6 +115,10 @@ def test_weights_in_four_bits_count_as_the_plain_numbers_that_are_sent():
     assert total_bytes([packed(weight), bias]) == 2 * 12 + 2 * 3
 
 
+def test_buffers_of_the_largest_models_do_not_grow_with_them():
+    assert Unread(CPU, [], num_bytes=470 * 10**9).bucket_bytes == 5 * 2**30
+
+
 SHAPES = {  # hidden size, of the MLP, layers, heads, of keys and values, vocabulary
     "Yi-6B": (4096, 11008, 32, 32, 4, 64000),
     "Mistral-7B": (4096, 14336, 32, 32, 8, 32000),

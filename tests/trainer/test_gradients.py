@@ -92,6 +92,8 @@ def start(folder: Path, case: str, flags: str = "") -> BaseTrainer:
     line = f"--pretrain {model} --dataset {folder}/rows.jsonl --eval_dataset {folder}/rows.jsonl "
     line += f"--save_path {folder}/run --ckpt_path {folder}/ckpt {COMMON} {own} "
     line += needed.format(other=other) + " " + flags
+    if "simpo" in own:  # which has no reference
+        line = line.replace(f"--ref_pretrain {other}", "")
     line += f" --aux_loss_coef {COEF}" if case in ROUTER else ""
     config = parse_config(config_class, line.split()).config
     inputs = prepare_inputs(recipe, config)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from openrlhf import api
 from openrlhf.commands.train_supervised import prepare_inputs, say_inputs
 from openrlhf.config.cli import parse_config
 from openrlhf.config.supervised import KDConfig
@@ -147,3 +148,21 @@ def test_sampling_from_split_weights_is_refused(folder: Path) -> None:
 def test_stop_ids_that_no_token_has_are_refused(folder: Path) -> None:
     words = f"--teacher_model {folder}/model --kd_on_policy --stop_token_ids 999999"
     assert "--stop_token_ids 999999" in refusal(folder, words)
+
+
+def test_an_evaluation_has_what_a_best_model_may_be_chosen_by(folder: Path, tmp_path: Path) -> None:
+    data = str(write_jsonl(tmp_path / "rows.jsonl", [{"input": "q", "output": "a"}] * 2))
+    result = api.kd(
+        pretrain=str(folder / "model"),
+        teacher_model=str(folder / "teacher"),
+        dataset=data,
+        eval_dataset=data,
+        output_key="output",
+        train_batch_size=2,
+        save_best="distil_loss",
+        save_path=str(tmp_path / "run"),
+        ckpt_path=str(tmp_path / "ckpt"),
+    )
+    logged = {name for values in result.history for name in values}
+    assert {f"eval/{name}" for name in KDTrainer.judged_by} <= logged
+    assert list((tmp_path / "ckpt").glob("best_*"))

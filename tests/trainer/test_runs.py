@@ -6,16 +6,21 @@ import math
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch import distributed as dist
 
 from openrlhf import api
 from openrlhf.cli import train_dpo, train_kto, train_prm, train_rm, train_sft
-from openrlhf.errors import NumericsError
+from openrlhf.commands.train_supervised import check_same_data
+from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.errors import DataError, NumericsError
 from openrlhf.models.value_head import reward_mean_and_std
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics
@@ -344,3 +349,21 @@ def sequences(path: Path, key: str, prompt: str = "{}") -> list[tuple[Tensor, Te
         ids = torch.tensor([*before, *tokenizer(row[key] + "<|end|>")["input_ids"]])
         found.append((ids, torch.arange(len(ids)) >= len(before)))
     return found
+
+
+def words_of_other_rows(folder: Path) -> list[str]:
+    """What a rank is told where all have the same rows, and where each has its own."""
+    DeepSpeedStrategy(DeepSpeedConfig()).setup()
+    told = []
+    for fingerprint in (0, dist.get_rank()):
+        own: Any = SimpleNamespace(data=fingerprint, eval_samples=None)
+        try:
+            check_same_data(own)
+        except DataError as error:
+            told.append(str(error))
+    return told
+
+
+def test_ranks_that_read_other_rows_are_refused(tmp_path: Path) -> None:
+    for [said] in run_ranks(words_of_other_rows, 2, tmp_path):
+        assert said.startswith("The rows of rank 1 are not those of rank 0. Copy the data sets")

@@ -64,7 +64,9 @@ def group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with pytest.MonkeyPatch.context() as caller:
         for name, value in OF_CALLER.items():
             caller.setenv(name, value)
-        assert worker_environment(1).items() >= OF_CALLER.items()
+        caller.setenv("VLLM_HOST_IP", "10.0.0.1")  # of this node
+        told = worker_environment(1)
+        assert told.items() >= OF_CALLER.items() and "VLLM_HOST_IP" not in told
         slots, [places] = place([RoleDemand("critic", 2, "critic")], view_cluster())
         group = RayActorGroup(
             Probe, PPOConfig(), slots["critic"], role="critic", run_dir=str(run_dir)

@@ -48,6 +48,8 @@ FORWARDED_PREFIXES = (
     "OPENRLHF_",
     "RAY_EXPERIMENTAL_NOSET_",
 )
+# Of one machine alone, which each node has of its own:
+NOT_FORWARDED = ("VLLM_HOST_IP", "VLLM_HOST_PORT", "VLLM_NIXL_SIDE_CHANNEL_HOST")
 FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "LD_LIBRARY_PATH")
 
 
@@ -231,7 +233,8 @@ def worker_environment(num_threads: int) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES
+        if (name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED)
+        or name in FORWARDED_NAMES
     }
     environment |= waiting_of_threads()
     environment["OMP_NUM_THREADS"] = str(num_threads)

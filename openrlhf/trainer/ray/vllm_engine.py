@@ -59,6 +59,7 @@ class LLMRayActor(VLLMEngine):
         self._is_asked = False  # for more of them
         self._reported_at = time.monotonic()
 
+    ends_with = (*VLLMEngine.ends_with, ray.exceptions.RayActorError)  # workers on GPUs are actors
     is_started = False
     own_work: str | None = None  # that goes on now
 

@@ -25,14 +25,14 @@ from openrlhf.engines.weight_transfer import (
     Handle,
     HostMemory,
     memory_of,
-    synchronize,
 )
 from openrlhf.errors import EngineError, LostEngineError, WeightSyncError
 from openrlhf.utils.tensors import NamedTensors, align, as_bytes, both_sums, dtype_name, read_sums
 
 NUM_BUFFERS = 2  # one is filled while the other one is read
-# Of a large model, at most: each is a call to every engine, which takes 64 for an update.
-MAX_BUCKETS = 61
+# Of a large model, at most: each is a call to every engine, which takes 64 for an update. Beyond
+# that size of a bucket there are more.
+MAX_BUCKETS, MAX_BUCKET_BYTES = 61, 5 << 30
 LEAVE_S = 10.0  # for those that took too long, after the transfer was broken off
 WAIT_S = 600.0  # for an engine to take a bucket, where nobody says otherwise
 TRAINER = -1  # stands for the trainer's part of a call among the engines' indices
@@ -83,7 +83,8 @@ class WeightTransport:
         self.memory = self.own_memory(device)
         # Two neighbours hold more than this together: a tensor begins the next one where it does
         # not fit into what is left.
-        self.bucket_bytes = max(self.memory.bucket_bytes, 2 * num_bytes // (MAX_BUCKETS - 1))
+        fitting = min(2 * num_bytes // (MAX_BUCKETS - 1), MAX_BUCKET_BYTES)
+        self.bucket_bytes = max(self.memory.bucket_bytes, fitting)
         self._buffers: list[tuple[Tensor, Handle]] = []  # the one that is filled comes last
         self._pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
         self.is_used = rank() == 0  # True if somebody reads from this rank
@@ -142,7 +143,7 @@ class WeightTransport:
         names, dtypes, shapes, offsets = zip(*entries, strict=True)
         data = torch.empty(0, dtype=torch.uint8)
         if self.is_used:
-            synchronize(self.memory.device)
+            self.memory.finish_copies()
             data = self._buffers[-1][0][:num_bytes]
         address = self.address(data)
         return WeightBucket(names, dtypes, shapes, offsets, num_bytes, address), data
