@@ -163,9 +163,7 @@ def _check_rl(
     if on_ray:
         demands = []
         with gathered:
-            from openrlhf.trainer.ray.cluster import view_of_run  # noqa: PLC0415 - only on Ray
-
-            view = view_of_run()
+            view = train_rl.parts_on_ray().view_of_run()
             demands = role_demands(config, view)
             check_demand(demands, view)
     has_gpus = torch.cuda.is_available() if view is None else view.has_gpus

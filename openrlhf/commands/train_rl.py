@@ -83,7 +83,7 @@ def run_ppo_ray(
 
 def placed(config: PPOConfig) -> PPOConfig:
     """Return the config with a place for models and engines, where nobody gave them one."""
-    return sharing_one_machine(config, _ray_module().view_of_run)
+    return sharing_one_machine(config, parts_on_ray().view_of_run)
 
 
 def run_ppo_local(
@@ -107,12 +107,14 @@ def opener(*, on_ray: bool) -> OpenCluster:
     """
     if not on_ray:
         return local_cluster
-    ray_cluster: OpenCluster = _ray_module().ray_cluster
+    ray_cluster: OpenCluster = parts_on_ray().ray_cluster
     return ray_cluster
 
 
-def _ray_module() -> ModuleType:
-    """Return openrlhf.trainer.ray.cluster, which only a run on Ray imports."""
+def parts_on_ray() -> ModuleType:
+    """Return openrlhf.trainer.ray.cluster, which only a run on Ray imports; raise ConfigError where
+    Ray is not installed.
+    """
     try:
         from openrlhf.trainer.ray import cluster  # noqa: PLC0415 - no other run needs Ray
     except ModuleNotFoundError as error:

@@ -1,6 +1,7 @@
 """`openrlhf check`: one list of everything that is wrong, and what a run would train and take."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,19 @@ def test_a_check_says_what_would_be_trained_and_touches_nothing(
         assert words in out
     assert out.endswith("no problem was found\n")
     assert sorted(Path().iterdir()) == before
+
+
+def test_a_run_on_ray_says_that_there_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import openrlhf.trainer.ray
+
+    monkeypatch.setattr(openrlhf.trainer, "ray", openrlhf.trainer.ray)  # and put back
+    for name in [name for name in sys.modules if name.startswith("openrlhf.trainer.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, _, [error] = run(capsys, ppo())
+    assert code == 2 and error.startswith("This runs on Ray, which is not installed. Type pip")
 
 
 def test_an_output_folder_that_is_the_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -156,8 +157,8 @@ def _join(address: str, asked: str | None) -> None:
         ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError) as error:  # of another Ray or Python, or a token
         remedy = "Start it with this environment's ray"
-        if "token" in str(error).lower():
-            remedy = "It asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to its own"
+        if re.search("token|Failed to connect", str(error)):  # and its address responds
+            remedy = "If it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
         raise ConfigError(
             f"the Ray cluster at {address} cannot be joined: {first_line(error)}. "
             f"{remedy}, or set RAY_ADDRESS=local."
