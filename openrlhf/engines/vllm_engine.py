@@ -181,6 +181,14 @@ class VLLMEngine:
         """Return True while requests are sampled: they wait while weights or memory are away."""
         return bool(self._waiting) and self._is_current and not self.llm.is_sleeping()
 
+    def memory_locations(self) -> list[str]:
+        """Return the nodes and GPUs whose memory the workers can open."""
+
+        def locations() -> list[str]:
+            return [place for places in self._rpc("memory_locations") for place in places]
+
+        return self._call(locations)
+
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Join the trainer's group; wait until all are there."""
 

@@ -235,6 +235,11 @@ class ReceiptExtension:
         """Return the error that broke the last transfer off; None without one."""
         return self.weight_transfer_engine.problem  # type: ignore[attr-defined, no-any-return]
 
+    def memory_locations(self) -> list[str]:
+        """Return the node and the GPU whose memory this worker can open."""
+        engine: WeightReceiver = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return [memory.location for memory in engine.reader.memories]
+
     def weight_receipt(self) -> dict[str, int]:
         """Return the fingerprints of the tensors received in the last update, by name."""
         return self.weight_transfer_engine.fingerprints  # type: ignore[attr-defined, no-any-return]

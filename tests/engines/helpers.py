@@ -78,7 +78,8 @@ def weights(model: Any) -> list[tuple[str, Tensor]]:
 
 def buckets(tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """The tensors in shared memory."""
-    transport = HandleTransport(torch.device("cpu"), [None])  # no engine is called
+    transport = HandleTransport(torch.device("cpu"), [])  # no engine is called
+    transport.is_used = True
     transport.bucket_bytes = bucket_bytes
     for bucket, _ in transport.buckets(tensors):
         yield bucket

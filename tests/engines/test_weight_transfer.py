@@ -28,7 +28,8 @@ WEIGHTS = [
 
 
 def writer(bucket_bytes: int = 1024) -> WeightTransport:
-    transport = HandleTransport(CPU, [None])
+    transport = HandleTransport(CPU, [])
+    transport.is_used = True
     transport.bucket_bytes = bucket_bytes
     return transport
 

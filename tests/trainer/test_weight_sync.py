@@ -79,6 +79,11 @@ class FakeEngine:
     def call(self, method, *args):
         return getattr(self, method.__name__)(*args)
 
+    def memory_locations(self) -> list[str]:
+        if self.fault == "absent":
+            raise LostEngineError(f"{self.who} died: pid 7 was killed by SIGKILL")
+        return [memory.location for memory in self.reader.memories]
+
     def init_weight_transfer(self, info: dict) -> None:
         self.info = info
         rank, size = info["rank_offset"], info["world_size"]
@@ -338,6 +343,7 @@ def sync_from(ranks: Ranks, engines: list[FakeEngine], nodes: list[str], of_rank
     [
         (["GPU-0", "GPU-1", "GPU-2"], [True, True, False]),  # no engine reads the third rank
         (["GPU-0", "GPU-1", "GPU-0"], [True, True, False]),  # nodes: the first rank of each packs
+        (["GPU-2", "GPU-1", "GPU-0"], [False, True, True]),  # whatever the ranks on them
     ],
 )
 def test_every_engine_reads_the_rank_beside_it(ranks, nodes, used):

@@ -256,7 +256,6 @@ class PolicyModelActor(TrainedWorker):
                 device,
                 engines,
                 workers_per_engine=self.config.vllm.tensor_parallel_size,
-                num_engines=num_engines,
                 endpoint=self.endpoint,
                 wait_s=self.config.vllm.timeout_s,
                 num_bytes=total_bytes(self.engine.module.parameters())

@@ -64,20 +64,17 @@ class WeightTransport:
         engines: Sequence[RolloutEngine],
         *,
         workers_per_engine: int = 1,
-        num_engines: int | None = None,
         endpoint: Callable[[], tuple[str, int]] | None = None,
         wait_s: float = WAIT_S,
         num_bytes: int = 0,
     ) -> None:
         """Connect to the engines; every rank calls.
 
-        `num_engines` counts all engines of the run, also those that are not up. `endpoint` returns
-        the address at which a group with them meets. An engine may take `wait_s` seconds for a
-        bucket. `num_bytes` is the size of all weights.
+        `endpoint` returns the address at which a group with them meets. An engine may take `wait_s`
+        seconds for a bucket. `num_bytes` is the size of all weights.
         """
         self.engines, self.endpoint, self.wait_s = list(engines), endpoint, wait_s
         self.workers_per_engine = workers_per_engine
-        self.num_workers = (num_engines or len(engines)) * workers_per_engine
         self.failed: dict[int, SyncFailure] = {}  # engines by index; nothing is sent to them
         self.own_error: BaseException | None = None  # of the trainer, if no engine caused it
         self.memory = self.own_memory(device)
@@ -236,11 +233,13 @@ class HandleTransport(WeightTransport):
 
     is_opened = True
 
-    def connect(self) -> None:  # the first rank of each node or GPU where engine workers are
-        is_first_here = (
-            all_gather_object(self.memory.location).index(self.memory.location) == rank()
-        )
-        self.is_used = is_first_here and rank() < self.num_workers
+    def connect(self) -> None:
+        """Find the ranks that are read: the first on each node or GPU where engine workers are."""
+        calls = self._on_all(VLLMEngine.memory_locations) if rank() == 0 else {}
+        read = {place for places in self._results(calls).values() for place in places}
+        own = self.memory.location
+        (_, read), *_ = places = all_gather_object((own, read))
+        self.is_used = own in read and [place for place, _ in places].index(own) == rank()
 
     def address(self, data: Tensor) -> dict[str, Any]:
         own = {self.memory.location: self._buffers[-1][1]} if self.is_used else {}
