@@ -29,6 +29,9 @@ class ReceivingModel(OwnGenerate):
         [answer] = self.generate([request])
         return answer
 
+    def memory_locations(self) -> list[str]:
+        return [memory.location for memory in self._reader.memories]
+
     def init_weight_transfer(self, init_info: dict[str, object]) -> None: ...
 
     def begin_weight_update(self, keep_running: bool) -> None:

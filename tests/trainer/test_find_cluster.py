@@ -113,6 +113,9 @@ def test_workers_of_a_lost_ray_are_ended_where_the_cluster_is_this_programs(
 ) -> None:
     """Another cluster has workers of others, and may have one that this program is started by."""
     watcher = subprocess.Popen(["sleep", "99"])
+    monkeypatch.setattr(launcher.ray, "is_initialized", lambda: False)
+    for name in ("listen", "leave_behind"):  # this process goes on
+        monkeypatch.setattr(launcher.stopping, name, lambda: None)
     monkeypatch.setattr(launcher, "_start_here", lambda: watcher)
     monkeypatch.setattr(launcher, "_join", lambda *_: None)
     monkeypatch.setattr(launcher, "ray_processes", lambda: {"Ray's raylet": ray_here})
