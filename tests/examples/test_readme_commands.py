@@ -222,6 +222,6 @@ def test_getting_started_is_true_of_the_model(folder):
     run(folder, "ppo-local", *words, *sizes)
     words = example("chat", DOCUMENTS[1], folder)
     asked = {"said": "What is the capital of France?\n"}
-    assert run(folder, "chat", *words, **asked).count("\n> ") == 2  # sampled: any words
+    assert run(folder, "chat", *words, **asked).count("\n> ") >= 2  # sampled: any words
     said = run(folder, "chat", *words, "--greedy_sampling", **asked)
     assert (folder / "model").resolve() != REAL_MODEL or "Paris" in said

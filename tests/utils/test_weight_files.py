@@ -190,7 +190,7 @@ def look(model: Path) -> None:
 
 
 def test_a_weight_that_is_missing_is_named_before_an_engine_does_without(model: Path) -> None:
-    edit_weights(model, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8))  # as of old
+    edit_weights(model, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8))  # not read
     look(model)
     weights = load_file(model / "model.safetensors")
     del weights[WEIGHT]
