@@ -31,6 +31,13 @@ def test_the_spread_of_rewards_is_that_of_groups_and_absent_where_there_are_none
     assert "group_reward_std" not in experience_metrics(alone, None).values()
 
 
+def test_the_mean_of_each_sample_is_over_its_own_tokens_and_0_without_any() -> None:
+    samples = [rollout([1], [0] * size) for size in (0, 2, 0, 3, 0)]
+    means = Experience.from_rollouts(samples).sample_means(torch.tensor([1.0, 2, 6, 7, 8]))
+    assert means.tolist() == [0, 1.5, 0, 7, 0] and means.dtype == torch.float32
+    assert Experience.from_rollouts(samples[:1]).sample_means(torch.zeros(0)).tolist() == [0]
+
+
 def numbered(count: int) -> Experience:
     """Samples whose first token is their number, with 1 to 5 actions."""
     return Experience.from_rollouts(

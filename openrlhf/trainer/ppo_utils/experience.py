@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
-from openrlhf.algorithms.tokens import segment_mean, segment_sum
-from openrlhf.trainer.ppo_utils.samples import SAMPLE, Samples, SampleShare
+from openrlhf.trainer.ppo_utils.samples import SAMPLE, Pieces, Samples, SampleShare
 from openrlhf.utils.rollout import Rollout
 
 
@@ -31,7 +30,7 @@ class Experience(Samples):
     rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
     is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
     # Columns that are not laid end to end yet: B pieces each
-    pieces: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
+    pieces: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "Experience":
@@ -52,10 +51,10 @@ class Experience(Samples):
             sample_indices=torch.arange(len(rollouts)),
             images=tuple(r.images for r in rollouts) if any(r.images for r in rollouts) else (),
             pieces={
-                "token_ids": [r.token_ids.int().numpy() for r in rollouts],
-                "action_mask": [r.action_mask.numpy() for r in rollouts],
-                "rollout_logprobs": [r.logprobs.numpy() for r in rollouts],
-                "weight_versions": [r.weight_versions.numpy() for r in rollouts],
+                "token_ids": [r.token_ids for r in rollouts],
+                "action_mask": [r.action_mask for r in rollouts],
+                "rollout_logprobs": [r.logprobs for r in rollouts],
+                "weight_versions": [r.weight_versions for r in rollouts],
             },
         )
 
@@ -74,8 +73,7 @@ class Experience(Samples):
         """Return the samples at `indices`, in that order, laid end to end; may be empty."""
         columns = {}
         for name, pieces in self.pieces.items():
-            taken = [pieces[index] for index in indices] or [pieces[0][:0]]
-            columns[name] = torch.from_numpy(np.concatenate(taken))
+            columns[name] = torch.cat([pieces[index] for index in indices] or [pieces[0][:0]])
         return replace(super().select(indices), **columns)
 
     def cut(self, parts: Sequence[Sequence[int]]) -> Iterator[SampleShare]:
@@ -83,19 +81,24 @@ class Experience(Samples):
         for all parts.
         """
         order = [index for part in parts for index in part]
-        where, axes, ragged = np.asarray(order, dtype=np.int64), self.axes(), dict(self.pieces)
-        numbers = {n: array[where] for n, array in self._arrays.items() if axes[n] == "sample"}
-        numbers = {name: array for name, array in numbers.items() if name in Samples.axes()}
-        for name, array in self._arrays.items():
-            if axes[name] != "sample":
-                bounds = self._offsets[axes[name]]
-                ragged[name] = [array[start:end] for start, end in pairwise(bounds)]
-        names, columns = (*numbers, *ragged), list(ragged.values())
+        where = np.asarray(order, dtype=np.int64)
+        of_axis: dict[str, dict[str, np.ndarray]] = {"sample": {}, "token": {}, "action": {}}
+        for name, axis in Samples.axes().items():
+            if name in self._arrays:
+                of_axis[axis][name] = self._arrays[name]
+        numbers = {name: array[where] for name, array in of_axis.pop("sample").items()}
+        flat = [(self._offsets[axis], arrays) for axis, arrays in of_axis.items() if arrays]
+        names = (*numbers, *self.pieces, *(name for _, arrays in flat for name in arrays))
         for start, end in pairwise(accumulate(map(len, parts), initial=0)):
-            own = [[array[start:end]] for array in numbers.values()]
-            for column in columns:
-                own.append([column[k] for k in order[start:end]] or [column[0][:0]])
-            images = tuple(self.images[k] for k in order[start:end]) if self.images else ()
+            part = order[start:end]
+            own: list[Pieces] = [[array[start:end]] for array in numbers.values()]
+            for column in self.pieces.values():
+                own.append([column[k] for k in part] or [column[0][:0]])
+            for ends, arrays in flat:
+                bounds = [(ends[k], ends[k + 1]) for k in part]
+                for array in arrays.values():
+                    own.append([array[first:last] for first, last in bounds] or [array[:0]])
+            images = tuple(self.images[k] for k in part) if self.images else ()
             yield SampleShare(names, tuple(own), images)
 
     def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list[SampleShare]]:
@@ -146,6 +149,16 @@ class Experience(Samples):
         """Return the sampled tokens of the whole episode of every sample, (B,) int64."""
         return self.per_episode(self.num_actions)[self.episode_of[0]]
 
+    def sample_means(self, column_N: Tensor) -> Tensor:
+        """Return the mean over the sampled tokens of each sample, (B,); 0 for one without any. By
+        numpy, which takes a third of the time of torch's own.
+        """
+        sizes_B = self._arrays["num_actions"]
+        starts = (sizes_B.cumsum() - sizes_B)[sizes_B > 0]
+        sums_B = np.zeros(len(sizes_B), np.float32)
+        sums_B[sizes_B > 0] = np.add.reduceat(column_N.numpy(), starts)
+        return torch.from_numpy(sums_B) / self.num_actions.clamp(min=1)
+
     def learned_columns(self) -> list[dict[str, object]]:
         """Return for each sample what the files of rollouts say of its training: the mean of its
         advantages, and (A,) arrays, None where nothing was computed.
@@ -156,11 +169,9 @@ class Experience(Samples):
             column, array = getattr(self, name), self._arrays.get(name)
             is_known = [False] * len(rows)
             if column is not None:
-                is_known = (segment_sum(column.isnan().float(), self.num_actions) == 0).tolist()
+                is_known = (self.sample_means(column.isnan().float()) == 0).tolist()
             for k, row in enumerate(rows):
                 row[name] = array[ends[k] : ends[k + 1]] if is_known[k] else None
-        for row, mean in zip(
-            rows, segment_mean(self.advantages, self.num_actions).tolist(), strict=True
-        ):
+        for row, mean in zip(rows, self.sample_means(self.advantages).tolist(), strict=True):
             row["advantage"] = mean
         return rows

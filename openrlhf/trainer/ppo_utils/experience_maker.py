@@ -18,7 +18,7 @@ from openrlhf.algorithms.advantages import (
     penalise_truncated,
 )
 from openrlhf.algorithms.kl import kl_per_token
-from openrlhf.algorithms.tokens import all_finite, segment_mean
+from openrlhf.algorithms.tokens import all_finite
 from openrlhf.config.ppo import AdvantageConfig, PPOConfig
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -143,7 +143,7 @@ def experience_metrics(experience: Experience, kl_N: Tensor | None) -> Metrics:
         "response_clip_ratio": experience.is_truncated[first].float(),
     }
     assert experience.returns is not None
-    columns["return"] = segment_mean(experience.returns, experience.num_actions)
+    columns["return"] = experience.sample_means(experience.returns)
     columns |= {"kl": kl_N, "values": experience.values}
     for name, column in columns.items():
         if column is not None:
