@@ -35,6 +35,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:  # is the hub there?
         self.respond({})
 
+    def do_GET(self) -> None:  # the files of a repository
+        name = self.path.removeprefix("/api/models/").partition("/tree/")[0]
+        files = self.server.files[name].items()
+        self.respond(
+            [{"type": "file", "path": f, "size": len(data), "oid": "1"} for f, data in files]
+        )
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
@@ -68,9 +75,11 @@ class Handler(BaseHTTPRequestHandler):
             if line["key"] == "file":
                 content = base64.b64decode(line["value"]["content"])
                 self.server.files[name][line["value"]["path"]] = content
+            elif line["key"] == "deletedFile":
+                del self.server.files[name][line["value"]["path"]]
         self.respond({"commitUrl": f"{self.server.address}/{name}/commit/1", "commitOid": "1"})
 
-    def respond(self, content: dict, code: int = 200) -> None:
+    def respond(self, content: dict | list, code: int = 200) -> None:
         body = json.dumps(content).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 NORMAL_95 = 1.96  # standard errors on each side of a 95 % interval
+ROUNDING = 1e-9  # a standard error below it is that of equal values
 
 
 def pass_at_k(scores_PN: Tensor, k: int) -> Tensor:
@@ -50,7 +51,7 @@ def wilson_interval(rate: float, error: float, num_prompts: int) -> tuple[float,
     error. Rates of prompts that are all equal have none, and each prompt counts as one trial.
     """
     variance = error**2 * (num_prompts - 1) / num_prompts
-    n = rate * (1 - rate) / variance if variance > 0 else num_prompts
+    n = rate * (1 - rate) / variance if error > ROUNDING else num_prompts
     share = NORMAL_95**2 / n
     center = (rate + share / 2) / (1 + share)
     reach = math.sqrt(share * (rate * (1 - rate) + share / 4)) / (1 + share)

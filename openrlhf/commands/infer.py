@@ -35,6 +35,7 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import IMAGE_COLUMNS, write_bad_rows
 from openrlhf.distributed import collectives
+from openrlhf.distributed.folders import MODEL_FILES
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import SamplingSettings
@@ -115,7 +116,8 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
         if config.eval_task != "rm":
             say_notices(unused_sampling(task.model_path, config.rollout.token_choice))
         left = unfinished_items(task, parts)
-    left = collectives.broadcast_object(left)
+    # The files of a model may be of another time on another node.
+    left, parts = collectives.broadcast_object((left, parts))
     if left:
         mine = topology.shard(left)
         results = scored if config.eval_task == "rm" else generated
@@ -525,7 +527,7 @@ def _reward(row: Row) -> float:
 
 def asked_columns(asked: Any) -> Row:
     """Return the columns of a prompt: a message list, or text as the model read it."""
-    return {"input": asked, RENDERED: True} if isinstance(asked, str) else {"input": asked}
+    return {"input": asked, RENDERED: isinstance(asked, str)}
 
 
 def slice_of(num_prompts: int, size: int, iteration: int) -> range:
@@ -540,7 +542,10 @@ def slice_of(num_prompts: int, size: int, iteration: int) -> range:
 
 
 def files_of_model(model_path: str) -> list[list[object]]:
-    """Return name, size and time of the files of a local model, which a loop may train anew."""
+    """Return name, size and time of the files of a local model, which a loop may train anew;
+    without what else its folder holds, such as the report of its run.
+    """
     folder = Path(model_path).expanduser()
-    files = sorted(path for path in folder.glob("*") if path.is_file()) if folder.is_dir() else []
+    patterns = {*MODEL_FILES, "*.bin"} - {"README.md"}
+    files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

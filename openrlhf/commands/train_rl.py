@@ -2,6 +2,7 @@
 (`run_ppo_local`).
 """
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -37,7 +38,7 @@ from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.local_cluster import Cluster, local_cluster
-from openrlhf.trainer.ppo_state import RunState, is_at_end, open_run
+from openrlhf.trainer.ppo_state import RunState, open_run
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.demands import TRAINED_ROLES, pools_of, sharing_one_machine
@@ -140,7 +141,7 @@ def _open_and_run(
         if config.ckpt.push_to_hub:  # what is wrong there is known before training
             open_repository(config.ckpt.push_to_hub)
         checkpoints = open_run(config, inputs)
-        if checkpoints.is_done(inputs.run_dir, is_at_end=is_at_end(checkpoints, config)):
+        if checkpoints.is_done(inputs.run_dir):
             return
         say_padded(config, config.named_models)
         with (
@@ -186,8 +187,6 @@ def _run(
         # Where engines do not pause, models that share their devices cannot wait for a pause.
         never_pauses=config.train.async_enable or config.algo.dynamic_filtering_enable,
     )
-    checkpoints.clear_folder(inputs.run_dir, config)
-    settings, resume_step = config.model_dump(mode="json"), checkpoints.resume_step
     trainer = make_trainer(
         config,
         inputs,
@@ -195,10 +194,13 @@ def _run(
         forwards=forwards_of(config, groups, max(inputs.updates)),
         maker=maker,
         state=state,
-        tracker=make_tracker(config.logger, inputs.run_dir, settings, resume_step=resume_step),
+        tracker=make_tracker(config.logger, inputs.run_dir, config.model_dump(mode="json")),
     )
     state.resume()
     # What is refused leaves the folder as it was.
+    checkpoints.clear_folder(inputs.run_dir, config)
+    if checkpoints.resume_step is not None:
+        trainer.tracker.rewind(checkpoints.resume_step)
     save_resolved(config, inputs.run_dir / CONFIG_FILE)
     data_sets = (inputs.prompts, inputs.eval_prompts, inputs.texts)
     write_bad_rows(inputs.run_dir / BAD_ROWS_FILE, *data_sets)
@@ -246,9 +248,10 @@ def phases_of(config: PPOConfig, engines: Sequence[RolloutEngine]) -> DevicePhas
 
 
 def _export(config: PPOConfig, groups: Groups) -> None:
-    folders = {"actor": config.ckpt.output_dir}
+    # Workers elsewhere may have another working directory.
+    folders = {"actor": os.path.abspath(config.ckpt.output_dir)}
     if "critic" in groups and config.critic.save_value_network:
-        folders["critic"] = f"{config.ckpt.output_dir}_critic"
+        folders["critic"] = f"{folders['actor']}_critic"
     for role, folder in folders.items():
         with saying_what_is_awaited(f"{role} to write its model to {folder}"):
             export_final(partial(groups[role].call, TrainedWorker.export), Path(folder))

@@ -31,6 +31,7 @@ from openrlhf.distributed.collectives import (
     all_gather_object,
     is_main,
     naming_lost_ranks,
+    on_main,
     shut_down,
     watching_ranks,
 )
@@ -91,8 +92,7 @@ def _run(
     strategy.setup()
     check_same_data(inputs)
     checkpoints = open_checkpoints(config.ckpt, inputs.data, config)
-    is_at_end = (checkpoints.resume_step or 0) >= num_updates(config, len(inputs.samples))
-    if checkpoints.is_done(run_dir, is_at_end=is_at_end):
+    if checkpoints.is_done(run_dir):
         shut_down()
         return None
     is_resumed = checkpoints.saved is not None
@@ -121,16 +121,15 @@ def _train(
     check_room(hf_model_of(trainer.model), run_dir, num_copies=config.num_exported)
     checkpoints.check_room(trainer.engine.num_state_bytes())
     if strategy.is_main:
-        told = config.model_dump(mode="json")
-        checkpoints.clear_folder(run_dir, config)
-        trainer.tracker = make_tracker(
-            config.logger, run_dir, told, resume_step=checkpoints.resume_step
-        )
+        trainer.tracker = make_tracker(config.logger, run_dir, config.model_dump(mode="json"))
     checkpointer = Checkpointer(trainer, checkpoints)
     checkpointer.resume()
     if config.ckpt.keeps_best:
         trainer.keep_best = checkpointer.keep_best
     if strategy.is_main:  # what is refused leaves the folder as it was
+        checkpoints.clear_folder(run_dir, config)
+        if checkpoints.resume_step is not None:
+            trainer.tracker.rewind(checkpoints.resume_step)
         save_resolved(config, run_dir / CONFIG_FILE)
         data_sets = (trainer.inputs.samples, trainer.inputs.eval_samples)
         write_bad_rows(run_dir / BAD_ROWS_FILE, *data_sets)
@@ -301,6 +300,8 @@ class Checkpointer:
         with progress("loading the checkpoint"):
             self.trainer.engine.load_states(saved.path / MODEL, has_own_rate=has_own_rate)
         self.trainer.global_step = saved.step
+        if on_main(self.checkpoints.store.best) is None:
+            self.trainer.best_since = saved.step + 1
         state = saved.state[RUN]
         if is_main() and self.trainer.is_finished:
             notice("that run had finished: nothing is left to train")

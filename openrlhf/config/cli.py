@@ -445,11 +445,13 @@ def settings_of(config: CommandConfig) -> dict[str, Any]:
     return {path: list(v) if isinstance(v, tuple) else v for path, v in found.items()}
 
 
-def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: object) -> list[str]:
-    """Return a line for each setting that goes on as it was in the checkpoint at `path`, whatever
-    was typed. Raise ConfigError that lists the changes which cannot be.
+def check_settings(
+    config: CommandConfig, saved: Mapping[str, Any], *, path: object
+) -> dict[str, str]:
+    """Return a line for each setting, by its dotted path, that goes on as it was in the checkpoint
+    at `path`, whatever was typed. Raise ConfigError that lists the changes which cannot be.
     """
-    now, refused, kept = settings_of(config), [], []
+    now, refused, kept = settings_of(config), [], {}
     for option in walk(type(config)):
         new = now.get(option.path)
         old = saved.get(option.path, new)  # a setting the checkpoint does not know is younger
@@ -465,13 +467,13 @@ def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: obj
                 "or leave --load_checkpoint out."
             )
         else:
-            kept.append(
+            kept[option.path] = (
                 f"{flag} {typed_value(new)} has no effect: {typed} goes on with the checkpoint. "
                 "Add --reset_lr to change it."
             )
     if refused:
         raise ConfigError(list(dict.fromkeys(refused)))  # one flag may be two models' setting
-    return list(dict.fromkeys(kept))
+    return kept
 
 
 def _resolved(name: object) -> Path:

@@ -81,7 +81,7 @@ class PromptDataset(TokenizedDataset):
         model reads it.
         """
         row = self.read(self._rows[self.row_ids[index]])
-        if self._holds_messages(row):
+        if self._is_dialogue(row):
             return self._asked_part(row)
         if self._format.around is None:
             return self._example(index)[1]["text"]
@@ -117,9 +117,9 @@ class PromptDataset(TokenizedDataset):
         label = row[key] if key else None
         if key and (label is None or (isinstance(label, float) and not math.isfinite(label))):
             raise RowError(f"'{key}' is {'missing' if label is None else label}")
-        if around is not None and self._holds_messages(row):
-            row = {**row, column: wrap_input(to_messages(row[column]), around)}
-            around = None
+        if around is not None and self._is_dialogue(row):
+            read = to_messages(row[column], reads_pictures=self._reads_images)
+            row, around = {**row, column: wrap_input(read, around)}, None
         text = self._prompt_text(row, column)
         text = text if around is None else wrap_input(text, around)
         # The fingerprint depends on the label, and on all that reward functions may read.
@@ -136,8 +136,11 @@ class PromptDataset(TokenizedDataset):
     def _holds_messages(self, row: Row) -> bool:
         if not self._format.apply_chat_template or self._is_rendered(row, self._input_key):
             return False
-        is_text = isinstance(row[self._input_key], str)
-        return bool(not is_text or row.get("system") or row.get("history"))
+        return bool(self._is_dialogue(row) or row.get("system") or row.get("history"))
+
+    def _is_dialogue(self, row: Row) -> bool:
+        """Return True for messages: all rows have them, or none, as the column of a file must."""
+        return self._format.apply_chat_template and not isinstance(row[self._input_key], str)
 
     def _asked_part(self, row: Row) -> Any:
         """Return a prompt as its row has it: text, or messages without a closing answer."""

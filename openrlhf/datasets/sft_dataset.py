@@ -78,7 +78,7 @@ class SFTDataset(TokenizedDataset):
         if form.pretrain_mode:
             return pick_columns(found, (form.input_key, TEXT_COLUMNS, form.text_flag))[0], None
         is_named = form.input_key is not None or form.output_key is not None
-        is_inferred = {"input", "output"} <= {*found} and {RENDERED, "finish_reason"} & {*found}
+        is_inferred = {"input", "output", RENDERED} <= {*found}
         if not is_named and is_inferred:  # `infer` keeps columns of its data beside them
             return "input", "output"
         output = [(form.output_key, (), "--output_key")] if form.output_key is not None else []

@@ -281,7 +281,8 @@ class RunCheckpoints:
         )
         self.data = data
         self.saved: Saved | None = None  # what the run goes on from; `find_saved` finds it
-        self.settings = settings or {}
+        self.settings = dict(settings or {})
+        self.length: Mapping[str, Any] = {}  # settings that say when the run ends
         self.limit_s = PATIENCE * RANK_TIMEOUT_S  # until a save that goes on has failed
         self.num_failed = 0  # saves in a row
         self.num_bytes = 0  # of a checkpoint: those of the last one, or what it will take
@@ -341,7 +342,9 @@ class RunCheckpoints:
             place = saved.state[RUN].get("place", f"step {saved.step}")
             notice(f"resuming from {saved.path}: {place}")
         if command is not None:
-            for line in check_settings(command, saved.state["settings"], path=saved.path):
+            kept = check_settings(command, saved.state["settings"], path=saved.path)
+            self.settings |= {path: saved.state["settings"][path] for path in kept}
+            for line in dict.fromkeys(kept.values()):  # one flag may be two models' setting
                 warn_on_main(line)
 
     @property
@@ -354,13 +357,13 @@ class RunCheckpoints:
         """Return the folder of a step; None if this run does not use the checkpoint root."""
         return self.store.find(step) if self.config.uses_root else None
 
-    def is_done(self, run_dir: Path, *, is_at_end: bool) -> bool:
-        """Return True if nothing is left to do: the checkpoint `is_at_end`, and the model of its
-        step was exported to `run_dir`. A run folder that is written to again is not done.
+    def is_done(self, run_dir: Path) -> bool:
+        """Return True if nothing is left to do: a run that was to last as long ended at the step of
+        the checkpoint, and `run_dir` has its model. A folder that is written to again is not done.
         """
 
         def look() -> bool:
-            if is_at_end and read_ending(run_dir) == self._finish(self.resume_step):
+            if read_ending(run_dir) == self._finish(self.resume_step):
                 notice(f"that run had finished: its model is in {run_dir}, nothing is left to do")
                 return True
             if self.saved is not None:
@@ -622,11 +625,24 @@ class RunCheckpoints:
         return True
 
     def set_other_best_aside(self) -> None:
-        """Move the best model of another run away; all ranks call."""
-        if self.saved is None and self.config.keeps_best:
+        """Move the best model away if it is another run's, or of a step after the checkpoint that
+        this one goes on from; all ranks call.
+        """
+        if self.saved is not None:
+            on_main(lambda: self.set_later_best_aside(after_step=self.last_step or 0))
+        elif self.config.keeps_best:
             aside = on_main(self.store.set_best_aside)
             if aside is not None:
                 warn_on_main(f"the best model of another run was moved to {aside}.")
+
+    def set_later_best_aside(self, *, after_step: int) -> bool:
+        """Move the best model away if it is of a later step; return True if it was."""
+        best = self.store.best() if self.config.keeps_best else None
+        if best is None or self.store.step_of(best) <= after_step:
+            return False
+        aside = self.store.set_best_aside()
+        warn(f"the best model was of step {self.store.step_of(best)}: it was moved to {aside}.")
+        return True
 
     def set_later_aside(self) -> Path | None:
         """Move what the run does not go on from away."""
@@ -640,12 +656,7 @@ class RunCheckpoints:
             self.store.set_aside(after_step=step)
         if step < (self.last_step or 0):  # what was saved last is damaged
             self.saved_step, self.saved_state = step or None, None
-        best = self.store.best() if self.config.keeps_best else None
-        if best is None or self.store.step_of(best) <= step:
-            return False
-        aside = self.store.set_best_aside()
-        warn(f"the best model was of step {self.store.step_of(best)}: it was moved to {aside}.")
-        return True
+        return self.set_later_best_aside(after_step=step)
 
     def _take_root(self) -> None:
         """Make room in a checkpoint root that the run did not use so far."""
@@ -658,7 +669,7 @@ class RunCheckpoints:
             raise CheckpointError(str(error)) from None
 
     def _finish(self, step: int | None) -> dict[str, Any]:
-        return {"step": step, "data": asdict(self.data)}
+        return {"step": step, "data": asdict(self.data), "length": self.length}
 
 
 def warn_on_main(line: str) -> None:
@@ -679,6 +690,8 @@ def open_checkpoints(
     checkpoints = RunCheckpoints(config, data, settings=settings)
     if command is not None:
         checkpoints.limit_s = PATIENCE * command.train.rank_timeout_s
+        length = command.train.model_dump(include={"max_epochs", "num_episodes"})
+        checkpoints.length = length | command.eval.model_dump(include={"early_stop"})
     if config.uses_root:
         on_main(checkpoints.store.remove_torn)  # not what another run writes there now
     checkpoints.find_saved(command)

@@ -45,10 +45,11 @@ LIMITS = {
 
 Write = Callable[[], None]
 
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")
 MODEL_FILES = (
-    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
-    *("adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.*", "merges.txt", "chat_template*", "README.md", POLICY),
+    *(*WEIGHT_FILES, "generation_config.json", "tokenizer*", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*"),
+    *("*processor_config.json", "README.md", POLICY),
 )
 
 

@@ -3,13 +3,14 @@ never the records or samples of the run.
 """
 
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeVar
 
 from openrlhf.config.serving import PushConfig
 from openrlhf.distributed.checkpoints import find_model
 from openrlhf.distributed.export import MARKERS
-from openrlhf.distributed.folders import MODEL_FILES
+from openrlhf.distributed.folders import MODEL_FILES, WEIGHT_FILES
 from openrlhf.errors import CheckpointError, ConfigError, first_line
 from openrlhf.utils.console import notice
 from openrlhf.utils.progress import progress
@@ -33,12 +34,31 @@ def open_repository(name: str) -> None:
 
 def push(folder: Path, name: str) -> None:
     """Upload the model in a folder as one commit; raise CheckpointError where that fails."""
-    from huggingface_hub import CommitOperationAdd, HfApi, constants  # noqa: PLC0415 - as above
+    from huggingface_hub import (  # noqa: PLC0415 - as above
+        CommitOperationAdd,
+        CommitOperationDelete,
+        HfApi,
+        constants,
+    )
 
-    files = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
-    added = [CommitOperationAdd(path.name, path) for path in files if path.is_file()]
+    found = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
+    files = {path.name: path for path in found if path.is_file()}
+
+    def commit() -> None:
+        # Of an earlier model: an adapter's config or an index would be read before these files.
+        stale = [file for file in HfApi().list_repo_files(name) if file not in files]
+        gone = [file for file in stale if any(fnmatch(file, pattern) for pattern in WEIGHT_FILES)]
+        HfApi().create_commit(
+            name,
+            [
+                *(CommitOperationAdd(file, path) for file, path in files.items()),
+                *(CommitOperationDelete(file) for file in gone),
+            ],
+            commit_message="Add model",
+        )
+
     with progress(f"pushing to {name}"):
-        problem = _attempt(lambda: HfApi().create_commit(name, added, commit_message="Add model"))
+        problem = _attempt(commit)
     if problem:
         raise CheckpointError(
             f"the model is in {folder}, and was not pushed to {name}: {problem}. Type openrlhf "

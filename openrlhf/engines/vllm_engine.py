@@ -40,6 +40,7 @@ from openrlhf.utils.threads import errors_to, release_cores
 
 Result = TypeVar("Result")
 
+NUM_SEEDS = 2**32  # vLLM gives an engine's to numpy, which takes no others
 ABORT_S = 10.0  # until a request that does not stop is left behind
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
@@ -460,6 +461,8 @@ def start_llm(settings: Mapping[str, Any]) -> Any:
     from openrlhf.engines import weight_receiver  # noqa: PLC0415 - imports vLLM
 
     own = dict(settings)
+    if "seed" in own:
+        own["seed"] %= NUM_SEEDS
     if own.get("tensor_parallel_size", 1) == 1:
         own["distributed_executor_backend"] = "uni"
     vllm_cpu.adapt_settings(own)

@@ -15,7 +15,7 @@ from openrlhf.errors import EngineError, LostEngineError, LostRankError
 from openrlhf.rollout.rollout import RolloutRequest
 from openrlhf.utils.rollout import Rollout, checked_arrays, sequence_tensors
 from openrlhf.utils.threads import LoopThread
-from openrlhf.utils.tokenizer import Tokenizer
+from openrlhf.utils.tokenizer import Tokenizer, decode_rest
 
 WAIT_S = 4 * 3600.0  # for one request, with those before it
 GATHER_S = 0.005  # requests that come within this time are sampled together
@@ -170,8 +170,8 @@ class EnginePool:
             )
             for name, completion in zip(names, completions, strict=True)
         ]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=False)
-        plain = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = decode_rest(self.tokenizer, ids, skip_special_tokens=False)
+        plain = decode_rest(self.tokenizer, ids, skip_special_tokens=True)
         request.metrics.add("num_generated_tokens", sum(map(len, ids)), reduction="sum")
         group = []
         for k, completion in enumerate(completions):

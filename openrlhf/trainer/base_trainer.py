@@ -37,7 +37,7 @@ from openrlhf.utils.console import notice, warn
 from openrlhf.utils.gpus import peak_memory_gib
 from openrlhf.utils.images import ImageProcessor
 from openrlhf.utils.metrics import Metrics, Values, merged, standard_errors
-from openrlhf.utils.outcome import num_since_best, stopped_early
+from openrlhf.utils.outcome import noteworthy, num_since_best, stopped_early
 from openrlhf.utils.packing import Batch
 from openrlhf.utils.progress import progress
 from openrlhf.utils.step_line import RunClock, eval_line, hints, needed_history, step_line
@@ -128,6 +128,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.tracker: Tracker = NullTracker()
         self.callbacks: Sequence[Callback] = ()
         self.keep_best: Callable[[], None] | None = None  # called after the best evaluation so far
+        self.best_since = 0  # of evaluations before this step no model is kept
         self.global_step = 0
         self.is_ended = False  # True once a callback, or --early_stop, has asked for it
         self.pending = Metrics()  # of the steps since the last line that was logged
@@ -446,13 +447,19 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             self.tracker.log(self.global_step, values)
         for callback in self.callbacks:
             callback.on_evaluate(self, self.global_step, values)
-        if self.keep_best is not None and on_main(self._is_best):
+        if self.keep_best is not None and on_main(lambda: self._is_best(values)):
             self.keep_best()
         self._end_if_stalled()
 
-    def _is_best(self) -> bool:
-        """Return True if no evaluation was better than the last one."""
-        return num_since_best(self.tracker.records(), self.best_metric(self.config)) == 0
+    def _is_best(self, values: Mapping[str, float]) -> bool:
+        """Return True if an evaluation is better than all whose models could be the best; one that
+        is not finite never is.
+        """
+        name = self.best_metric(self.config)
+        found = {"step": self.global_step, name: values.get(name, math.nan)}
+        steps = range(self.best_since, self.global_step)
+        earlier = [values for values in self.tracker.records() if values["step"] in steps]
+        return math.isfinite(found[name]) and noteworthy([*earlier, found], name)[1] is found
 
     def _log(self) -> None:
         values = self._reduced(self.pending)

@@ -58,12 +58,6 @@ def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
     return open_checkpoints(ckpt, inputs.data, config)
 
 
-def is_at_end(checkpoints: RunCheckpoints, config: PPOConfig) -> bool:
-    """Return True if every episode is drawn in the checkpoint that a run goes on from."""
-    saved = checkpoints.saved and checkpoints.saved.state[RUN]["sampler"]["cursor"]
-    return saved is not None and saved["episode"] >= config.train.num_episodes
-
-
 class RunState:
     """The progress of an RL run: saved when it is due, and put back where a checkpoint stands."""
 
@@ -76,7 +70,8 @@ class RunState:
         groups: Mapping[str, WorkerGroup],
         phases: DevicePhases,
     ) -> None:
-        self.kl, self.checkpoints, self.phases = config.algo.kl, checkpoints, phases
+        self.config, self.checkpoints, self.phases = config, checkpoints, phases
+        self.kl = config.algo.kl
         self.groups = {role: groups[role] for role in TRAINED_ROLES if role in groups}
         self.global_step = 0  # steps done
         self.weight_version = 0  # steps in which the policy was trained
@@ -110,7 +105,8 @@ class RunState:
         """Go on from where `state_dict` was taken; without "sampler" prompts stay as they are."""
         for name in PLAIN:
             setattr(self, name, state[name])
-        if self.kl.target is None:  # a fixed one is what this command says
+        # A fixed one is what this command says; 0 is none that a target could move.
+        if self.kl.target is None or self.kl_coef == 0:
             self.kl_coef = self.kl.init_coef
         if "sampler" in state:
             self.sampler.load_state_dict(state["sampler"])
@@ -128,7 +124,8 @@ class RunState:
 
     def check_room(self) -> None:
         """Raise ConfigError where the disk has no room for the model or a checkpoint."""
-        self.groups["actor"].call(PolicyModelActor.check_room)
+        folder = os.path.abspath(self.config.ckpt.output_dir)
+        self.groups["actor"].call(PolicyModelActor.check_room, folder)
         sizes = [group.call(TrainedWorker.num_state_bytes)[0] for group in self.groups.values()]
         self.checkpoints.check_room(sum(sizes))
 
@@ -136,13 +133,15 @@ class RunState:
         """Put models, optimizers, random numbers and the controller where they were; move the best
         model of another run aside.
         """
-        saved = self.checkpoints.saved
+        saved, keeps_best = self.checkpoints.saved, self.checkpoints.config.keeps_best
         self.checkpoints.set_other_best_aside()
         if saved is None:
             return
         with progress("loading the checkpoint"):
             has_same_ranks = self._load_models(saved)
         self.load_state_dict(saved.state[RUN])
+        if keeps_best and self.checkpoints.store.best() is None:
+            self.evaluations = [found for found in self.evaluations if found["step"] == 0]
         if isinstance(self.sampler, RolloutQueue):
             self.sampler.load_groups(saved.path)
         self.checkpoints.saved_state = self.state_dict()

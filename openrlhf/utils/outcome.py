@@ -56,9 +56,12 @@ def say_outcome(
 
 def stopped_early(evaluations: Sequence[Values], name: str) -> str:
     """Return the reason why a run ends before its last step."""
+    num_worse = num_since_best(evaluations, name)
+    if not known(evaluations, name):
+        return f"early stop: {num_worse} evaluation(s) gave no finite {short_name(name)}"
     best = noteworthy(evaluations, name)[1]
     return (
-        f"early stop: {num_since_best(evaluations, name)} evaluation(s) in a row were not better "
+        f"early stop: {num_worse} evaluation(s) in a row were not better "
         f"than {short_name(name)} {with_error(best, name)} of step {best['step']:.0f}"
     )
 
@@ -163,9 +166,13 @@ def noteworthy(evaluations: Sequence[Values], name: str) -> list[Values]:
 
 
 def num_since_best(evaluations: Sequence[Values], name: str) -> int:
-    """Return the number of evaluations by a metric after the best one; -1 without any."""
-    found = known(evaluations, name)
-    return len(found) - 1 - found.index(noteworthy(found, name)[1]) if found else -1
+    """Return the number of evaluations by a metric after the best one, with those that gave no
+    finite number; of all where none did.
+    """
+    found = [values for values in evaluations if name in values]
+    if not known(found, name):
+        return len(found)
+    return len(found) - 1 - found.index(noteworthy(found, name)[1])
 
 
 def has_fallen(best: Values, last: Values, name: str) -> bool:

@@ -124,6 +124,8 @@ def _as_table(rows: Sequence[Mapping[str, object]], token_texts: TextsOf | None)
     for name, values in columns.items():
         try:
             arrays[name] = pyarrow.array(values)
+            if _holds_empty_struct(arrays[name].type):
+                raise pyarrow.ArrowNotImplementedError("parquet has no empty struct")
         except (pyarrow.ArrowException, OverflowError, UnicodeError):
             texts = [None if v is None else json.dumps(v, default=str) for v in values]
             arrays[name] = pyarrow.array(texts, pyarrow.string())
@@ -150,8 +152,15 @@ def _repeating(table: Any) -> list[str]:
     return names
 
 
+def _holds_empty_struct(kind: Any) -> bool:
+    import pyarrow.types as kinds  # noqa: PLC0415 - heavy
+
+    inner = [kind.field(index).type for index in range(kind.num_fields)]
+    return (kinds.is_struct(kind) and not inner) or any(map(_holds_empty_struct, inner))
+
+
 def _plain(value: object) -> object:
-    """Return tensors as lists, and an empty mapping as None: parquet has no empty struct."""
+    """Return tensors as lists, and an empty mapping as None."""
     if hasattr(value, "__array_interface__") and getattr(value, "ndim", 0) == 1:
         return value  # of numpy, which pyarrow reads faster than a list
     if hasattr(value, "tolist"):

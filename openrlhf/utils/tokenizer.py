@@ -268,6 +268,19 @@ def encode_text(
     )["input_ids"]
 
 
+def decode_rest(
+    tokenizer: Tokenizer, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool
+) -> list[str]:
+    """Return the texts of ids that stand behind others. Decoded by themselves, SentencePiece drops
+    the space that the first of them begins with.
+    """
+    anchor = encode_text(tokenizer, _ANCHOR)
+    texts: list[str] = tokenizer.batch_decode(
+        [anchor, *([*anchor, *ids] for ids in token_ids)], skip_special_tokens=skip_special_tokens
+    )
+    return [text[len(texts[0]) :] for text in texts[1:]]
+
+
 class TokenTexts:
     """The text of single tokens, as they stand within a text; each is looked up once."""
 

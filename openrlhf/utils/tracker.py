@@ -38,27 +38,22 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
 class Tracker:
     """One JSON object a step in `metrics.jsonl`: `{"step": 3, "time": 1.7e9, "reward": 0.5, ...}`;
     the same to further sinks.
-
-    `resume_step` is the step of the checkpoint a run goes on from: later records and samples of the
-    run before are dropped, so that steps never appear twice.
     """
 
     def __init__(
         self,
         run_dir: Path | str,
         *,
-        resume_step: int | None = None,
         sinks: "Sequence[BackgroundSink]" = (),
     ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.sinks = sinks
         self._rewound_to: int | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
-            self.rewind(resume_step)
 
     def rewind(self, step: int) -> None:
-        """Drop the records and samples of later steps, which come again. Of this step itself some
+        """Drop the records and samples of steps after the checkpoint that a run goes on from, which
+        come again. Of this step itself some
         records may, those that came after the checkpoint: they replace the first ones.
         """
         self._rewound_to = step
@@ -120,9 +115,7 @@ class NullTracker(Tracker):
         return []
 
 
-def make_tracker(
-    logger: LoggerConfig, run_dir: Path | str, config: Mapping, *, resume_step: int | None = None
-) -> Tracker:
+def make_tracker(logger: LoggerConfig, run_dir: Path | str, config: Mapping) -> Tracker:
     """Return the tracker a run asked for; `config` is the resolved tree as nested dicts."""
     sinks = []
     if logger.tensorboard_dir:
@@ -137,4 +130,4 @@ def make_tracker(
         if getattr(logger, name.lower()):
             read = partial(other, settings=logger.wandb, config=config)
             sinks.append(BackgroundSink(name, read))
-    return Tracker(run_dir, resume_step=resume_step, sinks=sinks)
+    return Tracker(run_dir, sinks=sinks)

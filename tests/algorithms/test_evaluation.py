@@ -43,3 +43,7 @@ def test_the_interval_of_a_rate_is_wilsons_and_stays_within_0_and_1():
     assert wilson_interval(0.1, error, 10) == pytest.approx((0.0179, 0.4042), abs=1e-4)
     assert wilson_interval(0.0, 0.0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
     assert wilson_interval(1.0, 0.0, 10) == pytest.approx((0.7225, 1), abs=1e-4)
+    # pass@4 of prompts whose samples are all right is 1, but for its last bit.
+    rates = pass_at_k(torch.ones(10, 8), 4)
+    low, high = wilson_interval(rates.mean().item(), standard_error(rates) or 0.0, 10)
+    assert (low, high) == pytest.approx((0.7225, 1), abs=1e-4)

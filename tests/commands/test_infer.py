@@ -32,6 +32,7 @@ from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
+from openrlhf.utils.tokenizer import load_tokenizer
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, make_reward_model, read_jsonl, write_jsonl
 
@@ -137,6 +138,18 @@ def test_parts_of_other_settings_are_not_taken(
     assert "starting anew" in capfd.readouterr().out
     assert len(read_jsonl(folder / "anew.jsonl")) == NUM_PROMPTS
     assert "stale" not in (folder / "anew.jsonl").read_text()
+
+
+def test_a_report_beside_the_model_does_not_throw_finished_rows_away(folder: Path) -> None:
+    run = folder / "run-with-report"
+    shutil.copytree(folder / "model", run)
+    config = config_of(folder, "generate", GREEDY, pretrain="run-with-report")
+    key = BatchTask(config).key
+    (run / "report.html").write_text("<p>")
+    (run / "metrics.jsonl").write_text("{}")
+    assert BatchTask(config).key == key
+    os.utime(run / "model.safetensors", (1, 1))
+    assert BatchTask(config).key != key
 
 
 def test_nothing_is_left_beside_the_output(folder: Path) -> None:
@@ -336,18 +349,28 @@ def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: P
 
     paths = {"dataset": "turns.jsonl", "output_path": "turns-out.jsonl"}
     history = [["0+1?", "1"]]
-    write_jsonl(folder / "turns.jsonl", [{"q": "1+1?", "history": history, "system": "Add."}])
+    bare = {"q": "1+1?", "history": [], "system": ""}
+    more = {"q": "1+1?", "history": history, "system": "Add."}
+    write_jsonl(folder / "turns.jsonl", [bare, more])
     flags = f"{GREEDY} --input_key q --apply_chat_template"
     run_batch_inference(config_of(folder, "generate", flags, **paths))
-    [turned] = read_jsonl(folder / "turns-out.jsonl")  # each turn stands in it once
-    assert [turn["content"] for turn in turned["input"]] == ["Add.", "0+1?", "1", "1+1?"]
+    plain, turned = read_jsonl(folder / "turns-out.jsonl")  # each turn stands in it once
+    assert plain["input"] == "<|user|>1+1?<|end|><|assistant|>"
+    asked = "<|system|>Add.<|end|><|user|>0+1?<|end|><|assistant|>1<|end|>" + plain["input"]
+    assert turned["input"] == asked
     assert turned["given_history"] == history and not turned.keys() & {"history", "system"}
+    paths = {"pretrain": "reward", "dataset": "turns-out.jsonl", "output_path": "turns-rm.jsonl"}
+    run_batch_inference(config_of(folder, "rm", "", **paths))
+    assert [r["input"] for r in read_jsonl(folder / "turns-rm.jsonl")] == [plain["input"], asked]
 
     write_jsonl(folder / "said.jsonl", [{**row, "output": "two"} for row in answers])
     scored = {"pretrain": "reward", "dataset": "said.jsonl", "output_path": "said-rm.jsonl"}
     run_batch_inference(config_of(folder, "rm", "", **scored))
-    [first, _] = read_jsonl(folder / "said-rm.jsonl")
+    [first, _] = best = read_jsonl(folder / "said-rm.jsonl")
     assert (first["input"], first["output"], first["tools"]) == ([question], "two", tools)
+    tokenizer = load_tokenizer(str(folder / "model"))
+    read = SFTDataset(Dataset.from_list(best), tokenizer, RowFormat(apply_chat_template=True))
+    assert (read.input_column, read.output_column, len(read)) == ("input", "output", 2)
 
     scored = {"pretrain": "reward", "dataset": "whole.jsonl", "output_path": "whole-rm.jsonl"}
     spelled = [{"messages": json.dumps(rows[0]["messages"])}]

@@ -106,6 +106,19 @@ def test_the_best_model_of_a_run_without_an_export_is_pushed(folder: Path, hub: 
     assert hub.files == {REPOSITORY: {"config.json": b'{"best": true}'}}
 
 
+def test_a_model_takes_the_place_of_an_adapter_and_of_other_pieces(
+    folder: Path, hub: FakeHub
+) -> None:
+    earlier = ("adapter_config.json", "adapter_model.safetensors", "model.safetensors.index.json")
+    kept = {"eval.json": b"{}", ".gitattributes": b""}
+    hub.files[REPOSITORY] = dict.fromkeys(earlier, b"old") | kept
+    (folder / "model" / "preprocessor_config.json").write_text("{}")
+    push(["model", "--push_to_hub", REPOSITORY])
+    files = hub.files[REPOSITORY]
+    assert not files.keys() & {*earlier} and files.items() >= kept.items()
+    assert {"config.json", "model.safetensors", "preprocessor_config.json"} <= files.keys()
+
+
 def test_what_is_no_model_is_not_pushed(
     folder: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from openrlhf.report import samples
@@ -92,6 +93,12 @@ def test_a_condition_compares_what_the_page_shows(tmp_path):
     index.refresh()
     searches = ("reward=0.1", "reward>0.1", "reward<=0.1")
     assert [index.samples(Query(search=search))["total"] for search in searches] == [2, 1, 2]
+
+
+@pytest.mark.parametrize("label", [{"kwargs": [{}]}, [{}], {"a": {}}])
+def test_labels_that_hold_empty_mappings_are_written_as_text(label, tmp_path):
+    [path] = [write_rollouts(tmp_path, 1, [sample(1, 0, 0) | {"label": label}] * 2, num_kept=9)]
+    assert pyarrow.parquet.read_table(path)["label"].to_pylist() == [json.dumps(label)] * 2
 
 
 def test_prompts_have_the_numbers_of_their_samples(index):

@@ -95,7 +95,9 @@ def make_trainer(options: dict, run_dir: Path, resume_step: int | None, seed: in
     inputs = Inputs("", None, Vectors(), Vectors())  # type: ignore[arg-type]
     trainer = VectorTrainer(CONFIG, inputs, strategy)
     if strategy.is_main:
-        trainer.tracker = Tracker(run_dir, resume_step=resume_step)
+        trainer.tracker = Tracker(run_dir)
+        if resume_step is not None:
+            trainer.tracker.rewind(resume_step)
     return trainer
 
 

@@ -2,7 +2,10 @@
 callback says so.
 """
 
+import math
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ import transformers
 
 from openrlhf import api
 from openrlhf.errors import ConfigError
-from openrlhf.utils.tracker import read_metrics
+from openrlhf.trainer.base_trainer import BaseTrainer
+from openrlhf.utils.outcome import num_since_best, stopped_early
+from openrlhf.utils.tracker import Tracker, read_metrics
 from tests.tiny import make_model, write_jsonl
 from tests.trainer.fakes import EndsAt
 
@@ -65,9 +70,68 @@ def test_a_run_ends_when_its_evaluations_do_not_improve_and_the_best_model_stays
     ]
     assert not torch.equal(*(model.lm_head.weight for model in models))
     again = sft(folder, "early", early_stop=2, load_checkpoint=True, **settings)
-    assert losses(again) == found  # nothing was left to do
+    assert losses(again) == found
+    said = capsys.readouterr().out
+    assert "that run had finished: its model is in" in said and "evaluation" not in said
     patient = sft(folder, "early", early_stop=3, load_checkpoint=True, **settings)
     assert len(losses(patient)) == len(found) + 1
+
+
+def test_an_evaluation_that_is_not_finite_is_never_the_best_and_counts_towards_an_early_stop(
+    tmp_path: Path,
+) -> None:
+    name = "eval/gpt_loss"
+    trainer = SimpleNamespace(tracker=Tracker(tmp_path), best_since=0, global_step=0, config=None)
+    trainer.best_metric = lambda config: name
+
+    def evaluate(step: int, loss: float) -> bool:
+        trainer.global_step = step
+        trainer.tracker.log(step, {name: loss})
+        return BaseTrainer._is_best(trainer, {name: loss})  # type: ignore[arg-type]
+
+    found = [evaluate(*each) for each in ((1, math.nan), (2, 2.0), (3, 1.5), (4, math.nan))]
+    assert found == [False, True, True, False]
+    assert num_since_best(trainer.tracker.records(), name) == 1
+    assert [evaluate(5, math.inf), evaluate(6, 1.5)] == [False, False]  # an equal one came first
+    assert num_since_best(trainer.tracker.records(), name) == 3
+    trainer.best_since = 7  # the models before are gone
+    assert [evaluate(7, 1.9), evaluate(8, 1.95)] == [True, False]
+    nothing = [{"step": 1, name: None}, {"step": 2, name: None}, {"step": 2, "loss": 1.0}]
+    assert num_since_best(nothing, name) == 2
+    assert stopped_early(nothing, name) == "early stop: 2 evaluation(s) gave no finite gpt_loss"
+
+
+def test_a_run_that_goes_on_before_its_best_model_looks_for_a_best_one_anew(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = str(folder / "held_out.jsonl")
+    settings = {"eval_dataset": held_out, "eval_steps": 1, "save_steps": 2, "save_best": "acc"}
+    root = folder / "anew" / "ckpt"
+    sft(folder, "anew", max_epochs=1, **settings)
+    [kept] = root.glob("best_*")
+    kept.rename(root / "best_global_step3_hf")  # of a step that the run does not go on from
+    shutil.rmtree(root / "global_step4")
+    capsys.readouterr()
+    sft(folder, "anew", max_epochs=1, load_checkpoint=True, **settings)
+    said = capsys.readouterr()
+    assert "the best model was of step 3: it was moved to" in said.out + said.err
+    assert "best so far: step 3" in said.out
+    [kept] = root.glob("best_*")
+    assert kept.name in ("best_global_step3_hf", "best_global_step4_hf")
+
+
+def test_a_rate_that_a_resumed_run_ignored_is_not_taken_for_its_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"save_steps": 4, "load_checkpoint": True}
+    sft(folder, "rate", max_epochs=1, **settings)
+    ignored = "--learning_rate 1e-06 has no effect: 0.005 goes on with the checkpoint"
+    for epochs, rate, is_said in ((2, 1e-6, True), (3, 1e-6, True), (4, 5e-3, False)):
+        capsys.readouterr()
+        sft(folder, "rate", max_epochs=epochs, learning_rate=rate, **settings)
+        said = capsys.readouterr()
+        assert (ignored in said.out + said.err) == ("has no effect" in said.out + said.err)
+        assert (ignored in said.out + said.err) == is_said
 
 
 def test_a_learning_rate_without_effect_is_named(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from openrlhf.commands.train_rl import _export
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import PromptCursor
@@ -23,6 +24,7 @@ from openrlhf.trainer.device_phases import DevicePhases
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_utils.update_plan import Skip, UpdateResult
 from openrlhf.trainer.workers.model_worker import TrainedWorker
+from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracker import read_metrics
@@ -259,9 +261,35 @@ def make(*, target: float | None = 0.1, coef: float = 0.5) -> RunState:
     return state
 
 
+def test_ranks_write_the_model_where_the_command_was_typed_or_name_who_does_not_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Rank:
+        def call(self, method: Callable, *arguments: str) -> list[int]:
+            asked.extend(arguments)
+            return [0]
+
+    monkeypatch.chdir(tmp_path)  # that of Ray's workers is another
+    names = {"actor": {"model_name_or_path": "m"}, "ckpt": {"output_dir": "out/run"}}
+    config = PPOConfig.model_validate(names)
+    state_of(config, tmp_path / "ckpt", actor=Rank()).check_room()
+    _export(config, {"actor": Rank()})  # type: ignore[dict-item]
+    assert asked == [str(tmp_path / "out" / "run")] * 2
+    rank = SimpleNamespace(rank=0, role="actor", address="10.0.0.3")
+    with pytest.raises(
+        ConfigError, match=r"run is not seen by actor rank 0 on node 10\.0\.0\.3, w"
+    ):
+        PolicyModelActor.check_room(rank, asked[0])  # type: ignore[arg-type]
+
+
 def test_a_constant_kl_coefficient_is_the_commands_an_adapted_one_the_checkpoints() -> None:
     saved = make(coef=0.5).state_dict()
     for target, expected in ((None, 0.2), (0.1, 0.5)):
         found = make(target=target, coef=0.2)
         found.load_state_dict(saved)
         assert found.kl_coef == expected
+    off = make(target=0.1, coef=0.2)  # a target does not move 0
+    off.load_state_dict(make(coef=0.0).state_dict())
+    assert off.kl_coef == 0.2

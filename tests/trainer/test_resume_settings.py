@@ -63,16 +63,16 @@ def test_a_change_the_checkpoint_depends_on_is_refused_with_what_to_type(
     ],
 )
 def test_a_value_that_the_checkpoint_keeps_is_said(make: Callable, flags: str, said: str) -> None:
-    [line] = check_settings(make(flags), saved(make), path="ckpt/global_step7")
+    [line] = check_settings(make(flags), saved(make), path="ckpt/global_step7").values()
     assert line.startswith(said) and line.endswith("Add --reset_lr to change it.")
-    assert check_settings(make(f"{flags} --reset_lr"), saved(make), path="p") == []
+    assert check_settings(make(f"{flags} --reset_lr"), saved(make), path="p") == {}
 
 
 def test_what_may_change_and_what_a_checkpoint_does_not_know_are_not_said() -> None:
     free = "--max_epochs 5 --max_norm 7 --save_steps 9 --logging_steps 4 --eval_dataset e "
     free += "--adam_betas 0.8 0.9 --save_path x --use_wandb true --zero_stage 3"
-    assert check_settings(sft(free), saved(), path="p") == []
-    assert check_settings(sft("--l2 7"), {}, path="p") == []
+    assert check_settings(sft(free), saved(), path="p") == {}
+    assert check_settings(sft("--l2 7"), {}, path="p") == {}
 
 
 def test_the_same_model_may_be_typed_in_another_way(
@@ -83,7 +83,7 @@ def test_the_same_model_may_be_typed_in_another_way(
 
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert check_settings(sft(""), saved_with(f"{tmp_path}/m/"), path="p") == []
+    assert check_settings(sft(""), saved_with(f"{tmp_path}/m/"), path="p") == {}
     with pytest.raises(ConfigError, match=r"--pretrain m: p was written with .*other\. Type"):
         check_settings(sft(""), saved_with(tmp_path / "other"), path="p")
 

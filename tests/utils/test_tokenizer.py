@@ -8,6 +8,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import (
     TextEncoder,
     check_stop_ids,
+    decode_rest,
     encode_text,
     eos_token_ids,
     leading_token_ids,
@@ -15,7 +16,7 @@ from openrlhf.utils.tokenizer import (
     turn_end_id,
     unused_sampling,
 )
-from tests.helpers.tokenizers import BOS, EOS, TURNS, bos_tokenizer
+from tests.helpers.tokenizers import BOS, EOS, TURNS, bos_tokenizer, sentence_piece_tokenizer
 from tests.tiny import make_model, make_tokenizer
 
 
@@ -86,6 +87,20 @@ def test_the_token_that_ends_turns_ends_responses_too(tmp_path):
     for template, end in ((parts, 1), (TURNS, None), ("{{ 1 / 0 }}", None), (None, None)):
         tokenizer.chat_template = template
         assert turn_end_id(tokenizer) == end
+
+
+def test_a_response_keeps_the_space_it_begins_with():
+    tokenizer = sentence_piece_tokenizer()
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in ("par is", "\né")]
+    assert tokenizer.decode(ids[0]) == "par is"
+    ended = [[*each, tokenizer.eos_token_id] for each in ids]
+    assert decode_rest(tokenizer, ended, skip_special_tokens=True) == [" par is", " \né"]
+    assert decode_rest(tokenizer, ended, skip_special_tokens=False)[0] == " par is</s>"
+    torn = ids[1][:-1]  # a byte of two
+    assert decode_rest(tokenizer, [torn, []], skip_special_tokens=True) == [" ��", ""]
+    byte_level = bos_tokenizer(adds_bos=True)
+    ids = [encode_text(byte_level, text) for text in (" par", "par", "")]
+    assert decode_rest(byte_level, ids, skip_special_tokens=False) == [" par", "par", ""]
 
 
 def test_segments_join_to_the_text_even_when_the_tokenizer_puts_a_space_before_text():

@@ -39,7 +39,8 @@ def test_resume_drops_the_steps_after_the_checkpoint_and_torn_lines(tmp_path):
         tracker.log(step, {"reward": float(step)})
     with tracker.path.open("a") as file:
         file.write('{"step": 4, "rew')
-    resumed = Tracker(tmp_path, resume_step=2)
+    resumed = Tracker(tmp_path)
+    resumed.rewind(2)
     resumed.log(3, {"reward": 30.0})
     records = read_metrics(resumed.path)
     assert [(r["step"], r["reward"]) for r in records] == [(1, 1.0), (2, 2.0), (3, 30.0)]
@@ -60,7 +61,7 @@ def test_resume_drops_the_samples_after_the_checkpoint(tmp_path):
     for step in (2, 3):
         for kind in ("step", "eval_step"):
             write_rollouts(tmp_path, step, [{"reward": 1.0}], num_kept=9, kind=kind)
-    Tracker(tmp_path, resume_step=2)
+    Tracker(tmp_path).rewind(2)
     left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert left == ["eval_step_000002.parquet", "step_000002.parquet"]
 

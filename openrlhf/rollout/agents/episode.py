@@ -29,7 +29,7 @@ from openrlhf.utils.agent import (
 )
 from openrlhf.utils.images import ImageProcessor, Picture, PictureError, read_picture
 from openrlhf.utils.rollout import PromptRecord, checked_arrays
-from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, outside_vocabulary
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, decode_rest, outside_vocabulary
 
 _PLAIN_START = "\n"  # text before feedback, so that it is encoded as a continuation
 FIXED = ("temperature", "top_p", "repetition_penalty")  # those of the run
@@ -388,8 +388,9 @@ class TextCodec:
         return images
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ids."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """Return the text of ids that stand behind others."""
+        [text] = decode_rest(self.tokenizer, [token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
 
 async def sample_turn(

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import EngineError, LostRankError
-from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult, Segment
+from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult
 from openrlhf.rollout.agents.worker import serve
 from openrlhf.rollout.engine_pool import Dispatcher, SamplingEngine
 from openrlhf.rollout.rollout import RolloutMaker, RolloutRequest
@@ -30,7 +30,7 @@ from openrlhf.utils.agent import AgentError
 from openrlhf.utils.images import ImageProcessor, Picture, PictureError, read_picture
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import PromptRecord, Rollout
-from openrlhf.utils.tokenizer import Tokenizer
+from openrlhf.utils.tokenizer import Tokenizer, decode_rest
 from openrlhf.utils.worker_process import WorkerProcess
 
 MAX_RESTARTS = 3  # of an episode whose process ended
@@ -298,10 +298,10 @@ class AgentEpisodes:
                 logprobs=torch.tensor(segment.logprobs, dtype=torch.float32),
                 weight_versions=torch.tensor(segment.weight_versions, dtype=torch.int32),
                 finish_reason="length" if result.is_truncated else "stop",
-                prompt_text=self._text(segment, 0, segment.num_prompt_tokens)
+                prompt_text=self.tokenizer.decode(segment.token_ids[: segment.num_prompt_tokens])
                 if index
                 else prompt.prompt_text,
-                response_text=self._text(segment, segment.num_prompt_tokens, None),
+                response_text=self._rest(segment.token_ids[segment.num_prompt_tokens :]),
                 **prompt.of_samples
                 | {"images": tuple(own.get(image.sha256, image) for image in segment.images)}
                 | {"num_image_tokens": segment.token_ids.count(pad)},  # type: ignore[arg-type]
@@ -312,9 +312,9 @@ class AgentEpisodes:
             for index, segment in enumerate(result.segments)
         ]
 
-    def _text(self, segment: Segment, start: int, stop: int | None) -> str:
-        ids = segment.token_ids[start:stop]
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+    def _rest(self, token_ids: Sequence[int]) -> str:
+        [text] = decode_rest(self.tokenizer, [token_ids], skip_special_tokens=False)
+        return text
 
 
 def agent_rollout_maker(

@@ -23,7 +23,7 @@ from openrlhf.distributed.weights import (
 )
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.errors import NoRestartError
+from openrlhf.errors import ConfigError, NoRestartError
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
@@ -44,7 +44,7 @@ from openrlhf.trainer.workers.weight_sync import (
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.own_functions import POLICY_LOSS, find_function
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.run_folder import POLICY
+from openrlhf.utils.run_folder import HOLDER_FILE, POLICY
 from openrlhf.utils.tensors import NamedTensors
 from openrlhf.utils.tokenizer import tokenizer_of
 
@@ -90,10 +90,16 @@ class PolicyModelActor(TrainedWorker):
             self.average = WeightAverage(self.actor.model, self.config.train.ema_beta)
         return num_parameters
 
-    def check_room(self) -> None:
-        """Raise ConfigError where the disk has no room for the model at the end."""
-        folder = Path(self.config.ckpt.output_dir)
-        check_room(self.actor.model, folder, num_copies=self.config.num_exported)
+    def check_room(self, path: str) -> None:
+        """Raise ConfigError where rank 0 does not see the folder of the model, or its disk has no
+        room for it at the end.
+        """
+        if self.rank == 0 and not Path(path, HOLDER_FILE).exists():
+            raise ConfigError(
+                f"--save_path {path} is not seen by {self.role} rank 0 on node {self.address}, "
+                "which writes the model. Type a folder that all nodes share."
+            )
+        check_room(self.actor.model, Path(path), num_copies=self.config.num_exported)
 
     def compute_logprobs(self, samples: Samples) -> Tensor:
         """Return log-probs (N,) of the share's sampled tokens under the current weights."""
