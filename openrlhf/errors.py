@@ -107,6 +107,9 @@ class LostEngineError(EngineError):
     made: Mapping[int, Any] = {}  # beginning of each sample of a request, a Completion, where known
 
 
+WITH_ITS_NODE = "ended with its node"  # of a process
+
+
 class LostRankError(EngineError):
     """The process of a rank has died, or was ended because it hung."""
 

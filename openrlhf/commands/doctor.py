@@ -38,7 +38,11 @@ MIN_DISK = 10 * GIB
 DRIVERS = Path("/proc/driver/nvidia/version")
 MAX_BUILD_S = 3600
 LOCKS = ("lock", "*/lock", "*/*/lock")  # of builds, under torch's folder of extensions
-TORCHRUN_PORT = 29500
+PORTS = {  # whose they are, and what to type where they are taken
+    29500: ("torchrun", "Give torchrun or deepspeed another one: --master_port 29501."),
+    6379: ("ray start --head", "Give it another one: --port 6380."),
+    8265: ("the dashboard of ray start", "Give it another one: --dashboard-port 8266."),
+}
 
 
 def run_doctor(config: DoctorConfig) -> None:
@@ -184,7 +188,7 @@ def folder_findings(folders: tuple[str, ...]) -> Iterator[Finding]:
 
 
 def port_findings() -> Iterator[Finding]:
-    """Yield the state of the port on which torchrun's ranks meet."""
+    """Yield the state of the ports on which ranks of torchrun and nodes of Ray meet."""
     try:
         listening = {
             connection.laddr.port: connection.pid
@@ -193,12 +197,22 @@ def port_findings() -> Iterator[Finding]:
         }
     except psutil.AccessDenied:
         return
-    if TORCHRUN_PORT in listening:
-        remedy = "Give torchrun or deepspeed another one: --master_port 29501."
-        seen = f"{TORCHRUN_PORT} is taken by process {listening[TORCHRUN_PORT]}"
-        yield Finding("port", seen, remedy)
-    else:
-        yield Finding("port", f"{TORCHRUN_PORT} is free for torchrun")
+    for port, (whose, remedy) in PORTS.items():
+        pid = listening.get(port)
+        if port not in listening:
+            yield Finding("port", f"{port} is free for {whose}")
+        elif "ray" in whose and pid is not None and is_of_ray(pid):
+            yield Finding("port", f"{port} is that of a Ray that runs here (process {pid})")
+        else:
+            yield Finding("port", f"{port} is taken by process {pid or '?'}", remedy)
+
+
+def is_of_ray(pid: int) -> bool:
+    """Return True for a process of a Ray cluster."""
+    try:
+        return any("/ray/" in word for word in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
 
 
 def extensions_folder() -> Path:

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -23,6 +24,7 @@ from openrlhf.engines.base import WeightBucket
 from openrlhf.errors import EngineError, WeightSyncError, first_line
 from openrlhf.utils.rendezvous import open_store
 from openrlhf.utils.tensors import tensors_in
+from openrlhf.utils.threads import start_thread
 
 GROUP_TIMEOUT = timedelta(seconds=600)
 CONNECT_TIMEOUT = timedelta(seconds=10)  # to who serves the store, who does so before others come
@@ -141,7 +143,8 @@ class Broadcasts:
     every member: one that is dead or stopped would hold the others until the timeout of the group.
     """
 
-    _left: ClassVar[list[object]] = []  # the end of a group waits for its broadcasts
+    # Groups whose broadcasts were left, and these: the end of a group waits for them.
+    _left: ClassVar[list[tuple[Any, Any, Tensor]]] = []
 
     def __init__(self, host: str, port: int, *, rank: int, world_size: int) -> None:
         """Open the store at an address, which rank 0 serves; raise EngineError if it is dead."""
@@ -155,13 +158,31 @@ class Broadcasts:
     def join(self, device: torch.device) -> "Broadcasts":
         """Form the group once all are there; raise EngineError if that is broken off."""
         everyone = [f"{HERE}{rank}" for rank in range(self._world_size)]
-        make = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-        store = dist.PrefixStore("weights", self._store)
+        self._left[:] = [found for found in self._left if not found[1].is_completed()]
+        formed: Future[Any] = Future()
+
+        def form() -> None:
+            formed.set_result(self._formed(device))
+
         with naming_lost_peers():
             self._store.set(f"{HERE}{self._rank}", "")
             self._until(lambda: self._store.check(everyone))
-            self._group = make(store, self._rank, self._world_size, GROUP_TIMEOUT)
+            start_thread("weights", form, formed.set_exception)
+            self._until(formed.done)
+            self._group = formed.result()
         return self
+
+    def _formed(self, device: torch.device) -> Any:
+        """Return the group, which waits for members that have died since they came. By a client of
+        the store of its own: one that waits holds the others up.
+        """
+        store = dist.PrefixStore("weights", self._store.clone())
+        if device.type != "cuda":
+            return dist.ProcessGroupGloo(store, self._rank, self._world_size, GROUP_TIMEOUT)
+        torch.cuda.set_device(device)  # of this thread
+        group = dist.ProcessGroupNCCL(store, self._rank, self._world_size, GROUP_TIMEOUT)
+        group.broadcast(torch.zeros(1, device=device), 0).wait()  # the first one forms it
+        return group
 
     def broadcast(self, data: Tensor) -> None:
         """Send the bytes of rank 0 to all members; raise EngineError if that is broken off."""

@@ -45,18 +45,18 @@ OF_DATA = ("label", "datasource", "columns", "source_prompt")  # any values; a r
 class RankFailure:
     """The end of a rank in a step.
 
-    Example: `RankFailure(5, "actor rank  of  died: pid  was ended by SIGSEGV", ("step5/1/0",))`
+    Example: `RankFailure(5, "actor rank 3 of  died: pid  was ended by SIGSEGV", ("step5/1/0",))`
     """
 
     step: int
-    how: str  # without numbers and calls, which are others the next time
+    how: str  # with the rank, without other numbers and calls, which are others the next time
     sample_ids: tuple[str, ...]
 
     @classmethod
     def of(cls, why: LostRankError, step: int, rollouts: Sequence[Rollout]) -> "RankFailure":
         """Return the failure of a rank in a step of these samples."""
         said = str(why).partition(END_OF_LOG)[0].partition(IN_CALLS)[0]
-        how = re.sub(r"\b[0-9a-f]{8,}\b|\d+", "", said)
+        how = re.sub(r"(rank \d+)|\b[0-9a-f]{8,}\b|\d+", r"\1", said)
         return cls(step, how, tuple(rollout.sample_id for rollout in rollouts))
 
     def is_of(self, step: int, rollouts: Sequence[Rollout]) -> bool:

@@ -30,6 +30,7 @@ from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import (
+    WITH_ITS_NODE,
     CheckpointError,
     EngineError,
     LostEngineError,
@@ -56,6 +57,7 @@ from openrlhf.utils.console import notice, warn
 from openrlhf.utils.memory import collecting_only_new_objects
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.outcome import num_since_best, reward_alone, say_outcome, stopped_early
+from openrlhf.utils.progress import saying_what_is_awaited
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.rollout_files import images_of, rollout_row, write_rollouts
 from openrlhf.utils.run_folder import DUMPS
@@ -217,7 +219,8 @@ class PPOTrainer:
     def note_rank_failure(self, why: LostRankError) -> None:
         """Raise EngineError if the same step has ended a rank in the same way before."""
         step, before = self._step, self._failure
-        if not self._step_rollouts or self.state.global_step != step:  # it was not at work
+        is_at_work = self._step_rollouts and self.state.global_step == step
+        if not is_at_work or WITH_ITS_NODE in str(why):  # samples do not end a node
             return
         self._failure = RankFailure.of(why, step, self._step_rollouts)
         if self._failure == before:
@@ -245,6 +248,7 @@ class PPOTrainer:
             self._step_rollouts = []
         if self._ended_at > last_step:
             self.is_ended = False  # what asked for it is asked again
+        self._evaluated_at = -1  # the loss may have been during it
         resampling = nullcontext() if self._step_rollouts else self.resampling()
         with resampling, self.phases.training(), self._sending:
             self.state.start_again(why, saved, keeps_samples=bool(self._step_rollouts))
@@ -515,7 +519,9 @@ class PPOTrainer:
         lost: list[str] = []
         tried: list[RolloutEngine] = []
         while engines:
-            failed = actor.call(send, engines, keep_running, num_engines, self._has_sync_failed)[0]
+            arguments = (engines, keep_running, num_engines, self._has_sync_failed)
+            with saying_what_is_awaited("the engines to take the weights"):
+                failed = actor.call(send, *arguments)[0]
             self._has_sync_failed = bool(failed)
             again = []
             for index, (reason, is_lost) in failed.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -137,11 +138,26 @@ def test_a_token_that_an_earlier_program_left_is_named(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_named_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(commands_doctor, "TORCHRUN_PORT", port)
+        monkeypatch.setattr(commands_doctor, "PORTS", {port: ("torchrun", "Take another.")})
         [found] = port_findings()
-    assert found.seen == f"{port} is taken by process {os.getpid()}"
-    assert found.remedy.endswith("--master_port 29501.")
+    assert found == Finding("port", f"{port} is taken by process {os.getpid()}", "Take another.")
     assert not remedies(port_findings())
+
+
+def test_ports_of_ray_are_looked_at_too_and_one_that_ray_has_is_fine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {f.seen.partition(" ")[0]: f for f in port_findings()}
+    assert {*found} == {"29500", "6379", "8265"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(commands_doctor, "PORTS", {port: ("ray start --head", "Take another.")})
+        assert remedies(port_findings()) == ["Take another."]
+        words = ["/venv/ray/core/src/ray/gcs/gcs_server"]
+        monkeypatch.setattr(psutil.Process, "cmdline", lambda process: words)
+        [fine] = port_findings()
+    assert fine.seen == f"{port} is that of a Ray that runs here (process {os.getpid()})"
+    assert not fine.remedy
 
 
 @pytest.mark.parametrize(

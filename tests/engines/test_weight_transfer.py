@@ -1,8 +1,10 @@
 """Buckets reach other processes of the node by a handle, and any process by a broadcast."""
 
 import multiprocessing
+import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -90,6 +92,32 @@ def test_a_trainer_that_dies_while_engines_join_holds_none_of_them(monkeypatch):
     with pytest.raises(EngineError, match="the broadcast of weights failed: "):  # told too late
         Broadcasts("127.0.0.1", port, rank=2, world_size=3)
     assert time.monotonic() - started_at < 10
+
+
+def come_and_die(port: int) -> None:
+    """In a process of its own: a member that dies once all are there."""
+    group = Broadcasts("127.0.0.1", port, rank=2, world_size=3)
+    group._store.set(f"{weight_transfer.HERE}2", "")
+    os._exit(1)
+
+
+def test_a_member_that_dies_once_it_has_come_holds_none_of_the_others():
+    host, port = endpoint()
+    groups = [Broadcasts(host, port, rank=0, world_size=3)]
+    groups.append(Broadcasts(host, port, rank=1, world_size=3))
+    process = multiprocessing.get_context("spawn").Process(target=come_and_die, args=(port,))
+    process.start()
+    with ThreadPoolExecutor() as pool:
+        joining = [pool.submit(group.join, CPU) for group in groups]
+        process.join()
+        time.sleep(1)
+        assert not any(joined.done() for joined in joining)
+        started_at = time.monotonic()
+        groups[0].break_off()
+        assert time.monotonic() - started_at < 1
+        for joined in joining:
+            with pytest.raises(EngineError, match=weight_transfer.WAS_BROKEN_OFF):
+                joined.result(timeout=10)
 
 
 def is_served(port: int) -> bool:

@@ -334,7 +334,22 @@ def test_a_step_that_ends_a_rank_twice_in_the_same_way_is_kept_and_ends_the_run(
     kept = read_step(run_dir, 5)
     assert (kept.folder / "actor").read_text() == "4"  # the weights before the step
     assert len(kept.rollouts) == 8 and kept.computed is None
-    assert kept.error == "actor rank  of  died: pid  was killed by SIGKILL"
+    assert kept.error == "actor rank 0 of  died: pid  was killed by SIGKILL"
+
+
+def test_only_the_same_rank_of_a_step_ends_in_the_same_way_and_a_node_is_no_samples_fault(
+    tmp_path: Path,
+) -> None:
+    trainer, _ = losing_trainer(World(), tmp_path, save_steps=1)
+    trainer._step = trainer.state.global_step = 5
+    trainer._step_rollouts = [rollout([1], [2])]
+    died = "actor rank {} of 64 on node 10.0.0.{} died: pid {} {}"
+    for rank, end in ((0, "was killed by SIGKILL"), (40, "was killed by SIGKILL")):
+        trainer.note_rank_failure(LostRankError(died.format(rank, rank, 7 + rank, end)))
+    for node in (3, 3):
+        trainer.note_rank_failure(LostRankError(died.format(9, node, 7, "ended with its node")))
+    with pytest.raises(EngineError, match="not made a third time"):
+        trainer.note_rank_failure(LostRankError(died.format(40, 1, 99, "was killed by SIGKILL")))
 
 
 def test_a_suspect_step_is_not_kept_where_the_disk_has_no_room_for_it(
@@ -480,9 +495,11 @@ def test_a_rank_that_hangs_at_its_start_is_lost_and_while_its_model_loads_is_sta
         made.append(SimpleNamespace(**calls))
         return made[-1]
 
-    def wait(references: list[tuple[int, str]], timeout: float) -> tuple[list, list]:
+    def wait(
+        references: list[tuple[int, str]], timeout: float, num_returns: int = 1
+    ) -> tuple[list, list]:
         if references[0] in hanging:
-            assert timeout == 1800
+            assert timeout in (0, 1800)
             return [], references
         return references[:1], references[1:]
 
@@ -616,7 +633,9 @@ def test_the_end_of_a_node_that_ray_knows_of_late_is_behind_a_broken_collective(
     handles = [SimpleNamespace(run=SimpleNamespace(remote=lambda *_, n=n: n)) for n in range(3)]
     monkeypatch.setattr(launcher, "start_actor", lambda *_: handles.pop(0))
 
-    def wait(references: list[int], timeout: float) -> tuple[list[int], list[int]]:
+    def wait(
+        references: list[int], timeout: float, num_returns: int = 1
+    ) -> tuple[list[int], list[int]]:
         """Rank 0 has failed, rank 1 is known to be dead after a time, rank 2 hangs."""
         done = [n for n in references if n == 0 or (n == 1 and 0 not in references)]
         if timeout < known_after_s:

@@ -22,7 +22,7 @@ from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import EngineError, LostRankError
 from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult
-from openrlhf.rollout.agents.worker import serve
+from openrlhf.rollout.agents.worker import OUTSIDE, serve
 from openrlhf.rollout.engine_pool import Dispatcher, SamplingEngine
 from openrlhf.rollout.rollout import RolloutMaker, RolloutRequest
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
@@ -156,10 +156,13 @@ class AgentWorker:
                 process.kill(ConnectionError("was replaced"))
             raise
         except EngineError as error:  # it has passed through the process, which knows no roles
-            raise self._lost.get(sample_id, error) from error
+            of_anybody = [why for name, why in self._lost.items() if name.endswith(OUTSIDE)]
+            raise self._lost.get(sample_id) or next(iter(of_anybody), error) from error
         finally:
             self._lost.pop(sample_id, None)
             self._acting.remove(sample_id)
+            if not self._acting:
+                self._lost.clear()
             # Turns of no episode that is known may be anybody's, as long as there is one.
             over = [t for t, owner in self._turns.items() if owner == sample_id or not self._acting]
             for turn in over:

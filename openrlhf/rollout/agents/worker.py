@@ -57,6 +57,8 @@ from openrlhf.utils.user_code import (
 )
 from openrlhf.utils.worker_process import LATE_SIGNAL, attend
 
+OUTSIDE = "/outside"  # ends the names of turns that are of no episode that is known
+
 EXECUTOR_NAME = "AgentExecutor"
 INSTANCE_NAME = "AgentInstance"
 # What an executor may ask for, by the names of its arguments.
@@ -143,7 +145,7 @@ class AgentProcess:
         """Return the result of an episode; raises AgentError, EngineError."""
         began_s = time.monotonic()
         episode = Episode(request, self.setup, self._ask)
-        kind, named = replace(request.sampling, seed=None), f"{request.sample_id}/outside"
+        kind, named = replace(request.sampling, seed=None), request.sample_id + OUTSIDE
         unknown = Episode(replace(request, sample_id=named), self.setup, self._ask)
         outside = self._engine.outside.setdefault(kind, unknown)
         self._num_episodes[kind] += 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import ray
 
-from openrlhf.errors import EngineError
+from openrlhf.errors import WITH_ITS_NODE, EngineError
 from openrlhf.trainer.ray.restarts import NEVER_RAN
 from openrlhf.utils.framework_logs import last_lines, latest_log, text_of
 
@@ -29,7 +29,7 @@ ENDS = {
     "connection error": "ended without a word (SIGKILL, or an exit of native code)",
     "SIGTERM": "was ended by SIGTERM",
     r"exit code (\d+)": r"exited with code \1",
-    "node has died|node it was running on is dead": "ended with its node",
+    "node has died|node it was running on is dead": WITH_ITS_NODE,
     "is unavailable": "cannot be reached by Ray",
 }
 # Ray's memory kill names all that it ended.

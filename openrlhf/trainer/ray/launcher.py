@@ -444,7 +444,9 @@ class RayActorGroup(WorkerGroup):
         return lambda: self._wait(references)[:: self.ranks_per_share]
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
-        return self._wait(self._submit(method.__name__, [args] * len(self.handles)))
+        # Many engines are large: they are put once for all ranks.
+        own = [ray.put(arg) if isinstance(arg, list | tuple) else arg for arg in args]
+        return self._wait(self._submit(method.__name__, [own] * len(self.handles)))
 
     def call_aside(self, method: Callable[..., Any]) -> list[Any]:
         name, group = method.__name__, ASIDE_GROUP
@@ -463,17 +465,21 @@ class RayActorGroup(WorkerGroup):
         a collective. LostRankError if `timeout_s` seconds bring none.
         """
         results: dict[Any, Any] = {}
+        rank_of = {reference: rank for rank, reference in enumerate(references)}
         waiting = list(references)
         self._awaited.append(references)
         try:
             while waiting:
                 done, waiting = ray.wait(waiting, timeout=timeout_s)
+                if done and waiting:  # a wait for each of many ranks takes long
+                    more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+                    done += more
                 if not done:
-                    rank = references.index(waiting[0])
+                    rank = rank_of[waiting[0]]
                     late = f"{self.who(rank)} did not respond in {timeout_s:g} s"
                     raise self._loss(with_last_lines(late, f"{self.logs}{rank}"))
                 for reference in done:
-                    rank = references.index(reference)
+                    rank = rank_of[reference]
                     try:
                         results[reference] = self._get(reference, rank, timeout_s)
                     except OpenRLHFError as error:
