@@ -30,7 +30,7 @@ from tests.helpers.faults import (
     Faults,
     hook,
 )
-from tests.helpers.processes import ends, environment, started
+from tests.helpers.processes import ends, environment, started, wait_until
 from tests.integration.commands import SMALL, argv, steps_of
 from tests.integration.heads import free_ports
 from tests.integration.ppo_runs import saved_run
@@ -232,8 +232,9 @@ def test_what_ends_a_run_lets_the_same_command_go_on(
         f"--save_steps 1 --num_episodes {NUM_STEPS // 2}"
     )
     given |= {"ckpt_path": given["save_path"] / "ckpt"}
-    words, seconds, struck = argv("", sizes=flags, **given), {}, tmp_path / "struck.json"
+    seconds, struck = {}, tmp_path / "struck.json"
     for phase in PHASES:
+        words = argv("", sizes=flags, **given)
         strike = [sys.executable, "-c", STRIKE, program, str(how.value), phase, str(struck)]
         with started([*strike, *words], env=environment()) as process:
             _, said = process.communicate(timeout=240)
@@ -248,10 +249,30 @@ def test_what_ends_a_run_lets_the_same_command_go_on(
         seconds[phase] = ended_at - facts["at"]
         assert ends(*facts["pids"]), "orphans"
         if is_done:
-            break
+            assert [s["step"] for s in steps_of(given["save_path"])] == [*range(1, NUM_STEPS + 1)]
+            given |= {"save_path": tmp_path / phase, "ckpt_path": tmp_path / phase / "ckpt"}
+    words = argv("", sizes=flags, **given)
     command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *words]
     subprocess.run(command, check=True, env=environment(), timeout=300)
     assert [s["step"] for s in steps_of(given["save_path"])] == list(range(1, NUM_STEPS + 1))
     sampler = saved_run(given["ckpt_path"] / f"global_step{NUM_STEPS}")["sampler"]
     assert sampler["ledger"]["outcomes"] == {"trained": 4 * NUM_STEPS}
     cells[program, how.name] = seconds
+
+
+@pytest.mark.parametrize("phase", ["generate", "update", "sync"])
+def test_a_driver_that_is_stopped_for_a_while_goes_on(
+    given: dict, tmp_path: Path, phase: str
+) -> None:
+    flags = f"{FLAGS} --advantage_estimator group_norm --init_kl_coef 0 --num_episodes 2"
+    struck = tmp_path / "struck.json"
+    strike = [sys.executable, "-c", STRIKE, "driver", str(STOP.value), phase, str(struck)]
+    with started([*strike, *argv("", sizes=flags, **given)], env=environment()) as process:
+        wait_until(struck.exists, 120)
+        time.sleep(30)
+        assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said[-3000:]
+    assert "is started again" not in said
+    assert [step["step"] for step in steps_of(given["save_path"])] == [1, 2, 3, 4]

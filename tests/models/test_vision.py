@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from openrlhf.distributed.export import export_hf
 from openrlhf.errors import ConfigError
 from openrlhf.models import actor as actor_module
 from openrlhf.models import vision
@@ -53,6 +54,27 @@ def test_a_packed_row_computes_what_each_sample_alone_does(folder):
     for name, gradient in wanted.items():
         largest = 1e-5 * gradient.abs().max() + 1e-9  # of a key's bias it is none, but for rounding
         assert (got[name] - gradient).abs().max() <= largest, name
+
+
+def test_an_export_is_the_model_that_was_trained(folder, tmp_path):
+    """Of weights of which each was changed, those of the tower too."""
+    samples, model = Samples(folder), load_causal_lm(folder)
+    before = Actor(model)(samples.batch()).logprobs.detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    found = Actor(model)(samples.batch()).logprobs.detach()
+    assert (found - before).abs().max() > 0.01
+    export_hf(model, samples.tokenizer, tmp_path / "out")
+    exported, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info.values())
+    trained, read = model.state_dict(), exported.state_dict()
+    assert trained.keys() == read.keys()
+    assert [name for name in trained if not torch.equal(trained[name], read[name])] == []
+    expected = torch.cat([samples.alone(exported, i) for i in range(5)])
+    assert (found - expected).abs().max() < 1e-5
 
 
 def test_positions_that_ignore_the_grid_would_be_found(folder, monkeypatch):
