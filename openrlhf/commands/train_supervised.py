@@ -300,9 +300,9 @@ class Checkpointer:
         with progress("loading the checkpoint"):
             self.trainer.engine.load_states(saved.path / MODEL, has_own_rate=has_own_rate)
         self.trainer.global_step = saved.step
-        if on_main(self.checkpoints.store.best) is None:
-            self.trainer.best_since = saved.step + 1
         state = saved.state[RUN]
+        has_best = on_main(self.checkpoints.store.best) is not None
+        self.trainer.best = state.get("best") if has_best else None
         if is_main() and self.trainer.is_finished:
             notice("that run had finished: nothing is left to train")
         self.checkpoints.saved_state = self.state_dict()
@@ -346,11 +346,15 @@ class Checkpointer:
         records = trainer.tracker.records()
         say_outcome(trainer.best_metric(trainer.config), records, records, where=where)
 
-    def keep_best(self) -> None:
-        """Keep the model of this step in place of the best one before; all ranks call."""
+    def keep_best(self) -> bool:
+        """Keep the model of this step in place of the best one before; return True if that went
+        well; all ranks call.
+        """
         step = self.trainer.global_step
-        if self.checkpoints.save_best(step, self.trainer.export) and is_main():
+        is_kept = self.checkpoints.save_best(step, self.trainer.export)
+        if is_kept and is_main():
             notice(f"best so far: step {step}")
+        return is_kept
 
     def call_on_save(self, saved: tuple[int, Path] | None) -> None:
         """Tell the callbacks of a checkpoint, if there is one."""
@@ -369,6 +373,7 @@ class Checkpointer:
         return {
             "world_size": self.num_ranks,
             "place": f"step {self.global_step}, epoch {epoch + 1}, {num_samples} samples into it",
+            "best": self.trainer.best,
         }
 
     def take(self, folder: Path) -> Write:

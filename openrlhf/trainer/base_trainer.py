@@ -127,8 +127,9 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.engine = strategy.prepare_train(self.model, config, num_updates=self.num_updates)
         self.tracker: Tracker = NullTracker()
         self.callbacks: Sequence[Callback] = ()
-        self.keep_best: Callable[[], None] | None = None  # called after the best evaluation so far
-        self.best_since = 0  # of evaluations before this step no model is kept
+        # Called after the best evaluation so far; returns True if its model is kept.
+        self.keep_best: Callable[[], bool] | None = None
+        self.best: dict[str, Any] | None = None  # the evaluation whose model is kept
         self.global_step = 0
         self.is_ended = False  # True once a callback, or --early_stop, has asked for it
         self.pending = Metrics()  # of the steps since the last line that was logged
@@ -447,19 +448,21 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             self.tracker.log(self.global_step, values)
         for callback in self.callbacks:
             callback.on_evaluate(self, self.global_step, values)
-        if self.keep_best is not None and on_main(lambda: self._is_best(values)):
-            self.keep_best()
+        if self.keep_best is not None:
+            self._keep_if_best(values, self.keep_best)
         self._end_if_stalled()
 
-    def _is_best(self, values: Mapping[str, float]) -> bool:
-        """Return True if an evaluation is better than all whose models could be the best; one that
-        is not finite never is.
+    def _keep_if_best(self, values: Mapping[str, float], keep: Callable[[], bool]) -> None:
+        """Keep the model of an evaluation that is finite, and better than that of the model that is
+        kept, if that was of the same rows; all ranks call, with the same values.
         """
-        name = self.best_metric(self.config)
-        found = {"step": self.global_step, name: values.get(name, math.nan)}
-        steps = range(self.best_since, self.global_step)
-        earlier = [values for values in self.tracker.records() if values["step"] in steps]
-        return math.isfinite(found[name]) and noteworthy([*earlier, found], name)[1] is found
+        assert self.eval_samples is not None, "there is no evaluation set"
+        name, data = self.best_metric(self.config), self.eval_samples.fingerprint
+        found = {"step": self.global_step, "data": data, name: values.get(name, math.nan)}
+        before = [self.best] if self.best and self.best["data"] == data else []
+        is_best = math.isfinite(found[name]) and noteworthy([*before, found], name)[1] is found
+        if is_best and keep():
+            self.best = found
 
     def _log(self) -> None:
         values = self._reduced(self.pending)

@@ -80,22 +80,29 @@ def test_a_run_ends_when_its_evaluations_do_not_improve_and_the_best_model_stays
 def test_an_evaluation_that_is_not_finite_is_never_the_best_and_counts_towards_an_early_stop(
     tmp_path: Path,
 ) -> None:
-    name = "eval/gpt_loss"
-    trainer = SimpleNamespace(tracker=Tracker(tmp_path), best_since=0, global_step=0, config=None)
-    trainer.best_metric = lambda config: name
+    name, kept = "eval/gpt_loss", []
+    samples = SimpleNamespace(fingerprint="a")
+    trainer = SimpleNamespace(best=None, global_step=0, config=None, eval_samples=samples)
+    trainer.best_metric, tracker = lambda config: name, Tracker(tmp_path)
 
-    def evaluate(step: int, loss: float) -> bool:
+    def evaluate(step: int, loss: float, is_kept: bool = True) -> None:
         trainer.global_step = step
-        trainer.tracker.log(step, {name: loss})
-        return BaseTrainer._is_best(trainer, {name: loss})  # type: ignore[arg-type]
+        tracker.log(step, {name: loss})
+        keep = lambda: kept.append(step) or is_kept  # noqa: E731
+        BaseTrainer._keep_if_best(trainer, {name: loss}, keep)  # type: ignore[arg-type]
 
-    found = [evaluate(*each) for each in ((1, math.nan), (2, 2.0), (3, 1.5), (4, math.nan))]
-    assert found == [False, True, True, False]
-    assert num_since_best(trainer.tracker.records(), name) == 1
-    assert [evaluate(5, math.inf), evaluate(6, 1.5)] == [False, False]  # an equal one came first
-    assert num_since_best(trainer.tracker.records(), name) == 3
-    trainer.best_since = 7  # the models before are gone
-    assert [evaluate(7, 1.9), evaluate(8, 1.95)] == [True, False]
+    for step, loss in ((1, math.nan), (2, 2.0), (3, 1.5), (4, math.nan)):
+        evaluate(step, loss)
+    assert kept == [2, 3] and num_since_best(tracker.records(), name) == 1
+    evaluate(5, math.inf)
+    evaluate(6, 1.5)  # an equal one came first
+    assert kept == [2, 3] and num_since_best(tracker.records(), name) == 3
+    evaluate(7, 1.0, is_kept=False)
+    evaluate(8, 1.2)  # better than the one whose model is there
+    assert kept == [2, 3, 7, 8]
+    samples.fingerprint = "b"  # a loss of other rows is no measure of these
+    evaluate(9, 1.9)
+    assert kept == [2, 3, 7, 8, 9]
     nothing = [{"step": 1, name: None}, {"step": 2, name: None}, {"step": 2, "loss": 1.0}]
     assert num_since_best(nothing, name) == 2
     assert stopped_early(nothing, name) == "early stop: 2 evaluation(s) gave no finite gpt_loss"
@@ -118,6 +125,20 @@ def test_a_run_that_goes_on_before_its_best_model_looks_for_a_best_one_anew(
     assert "best so far: step 3" in said.out
     [kept] = root.glob("best_*")
     assert kept.name in ("best_global_step3_hf", "best_global_step4_hf")
+
+
+def test_the_best_model_stays_the_best_where_the_records_are_gone(folder: Path) -> None:
+    settings = {"eval_dataset": str(folder / "held_out.jsonl"), "eval_steps": 2, "save_steps": 2}
+    first = sft(folder, "gone", max_epochs=5, **settings)
+    best = losses(first).index(min(losses(first)))
+    root = folder / "gone" / "ckpt"
+    [kept] = root.glob("best_*")
+    assert kept.name == f"best_global_step{2 * (best + 1)}_hf" and best < len(losses(first)) - 1
+    for path in (folder / "gone").iterdir():  # as on a new node, with the checkpoints alone
+        if path.is_file():
+            path.unlink()
+    sft(folder, "gone", max_epochs=6, load_checkpoint=True, **settings)
+    assert [path.name for path in root.glob("best_*")] == [kept.name]
 
 
 def test_a_rate_that_a_resumed_run_ignored_is_not_taken_for_its_own(
