@@ -224,7 +224,7 @@ def test_a_text_column_is_learnt_as_a_whole_where_nothing_says_otherwise(tokeniz
     ("columns", "options", "expected"),
     [
         # Of several conventions the one with an answer of its own; the flag before all of them.
-        ({"input": "q", "output": "o", "finish_reason": "stop", "messages": "M"}, {}, "o<|end|>"),
+        ({"input": "q", "output": "o", "is_rendered": True, "messages": "M"}, {}, "o<|end|>"),
         ({"input": "a", "output": "d"}, {"usual_output": "output"}, "d<|end|>"),
         ({"messages": "M"}, {"usual_output": "output"}, "m<|end|>"),
         ({"prompt": "p", "messages": "M", "text": "t"}, {}, "m<|end|>"),

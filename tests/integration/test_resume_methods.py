@@ -73,7 +73,8 @@ def test_the_same_command_goes_on_exactly_after_a_kill(root: Path) -> None:
         process.kill()
     assert not list(killed.glob("*.safetensors"))
     run_ranks(partial(run_long, "killed"), 1, root)
-    assert not (killed / "ckpt" / "aside-1").exists()  # where checkpoints go that are not resumed
+    # Where checkpoints go that are not resumed; a best model of a later step may lie there.
+    assert not list((killed / "ckpt").glob("aside-*/global_step*"))
     assert records(straight) == records(killed)
     expected, found = weights_of(straight), weights_of(killed)
     assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -69,6 +69,9 @@ class HeldEngine:
 class PromptTokenizer:
     """Decodes ids as they are."""
 
+    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
+        return {"input_ids": []}
+
     def batch_decode(self, rows: Iterable[torch.Tensor], **options: object) -> list[str]:
         return [" ".join(str(int(i)) for i in row) for row in rows]
 

@@ -22,6 +22,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed import strategy
+from openrlhf.distributed.folders import holding_folders
 from openrlhf.distributed.strategy import ModelSize, effective_stage
 from openrlhf.trainer.local_cluster import Cluster
 from openrlhf.trainer.ppo_state import open_run
@@ -215,7 +216,8 @@ def run_of(
     monkeypatch.setattr(strategy, "effective_stage", of_many)
     monkeypatch.setattr(nn.Module, "to", noted_move)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: noted("empty"))
-    _run(config, inputs, run.cluster(config), open_run(config, inputs), PPOTrainer)
+    with holding_folders(config.ckpt):
+        _run(config, inputs, run.cluster(config), open_run(config, inputs), PPOTrainer)
     return asked, run.events
 
 

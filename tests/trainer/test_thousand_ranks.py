@@ -182,8 +182,11 @@ class Watcher(Callback):
 class Words:
     """A tokenizer of one word."""
 
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": []}
+
     def batch_decode(self, ids: Sequence[Sequence[int]], **_: object) -> list[str]:
-        return ["a response"] * len(ids)
+        return ["a response" if each else "" for each in ids]
 
 
 def large_run(folder: Path, chance: Chance, watcher: Watcher) -> PPOTrainerAsync:

@@ -114,6 +114,7 @@ def test_a_library_that_waits_for_what_is_stopped_is_not_waited_for():
         [sys.executable, "-c", blocked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
+        time.sleep(0.5)  # until it is
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=20)
     assert (process.returncode, said) == (130, "error: interrupted: it\n")
