@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from openrlhf.config.base import Caution
 from openrlhf.config.serving import BatchInferenceConfig, InferenceRewardConfig, SamplingConfig
 from openrlhf.datasets.chat import (
     RENDERED,
@@ -115,6 +116,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
         write_bad_rows(Path(f"{output}.{BAD_ROWS_FILE}"), task.samples)
         if config.eval_task != "rm":
             say_notices(unused_sampling(task.model_path, config.rollout.token_choice))
+            say_notices(task.unwritten())
         left = unfinished_items(task, parts)
     # The files of a model may be of another time on another node.
     left, parts = collectives.broadcast_object((left, parts))
@@ -204,6 +206,23 @@ class BatchTask:
         settings = self.config.model_dump(mode="json", exclude=FREE_SETTINGS)
         parts = [settings, files_of_model(self.model_path), self.samples.fingerprint]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def unwritten(self) -> Iterator[Caution]:
+        """Yield lines about prompts that the model read otherwise than the rows will be read."""
+        samples: PromptDataset = self.samples
+        is_text = isinstance(samples.asked(0), str)
+        if samples.num_truncated and not (is_text and samples.says_cut):
+            yield Caution(
+                f"{samples.num_truncated} prompts were cut, and are written whole: what is scored "
+                "or trained on is not what was answered. Type a larger --prompt_max_len, or leave "
+                "these rows out."
+            )
+        if is_text and samples.num_spelled_as_text:
+            yield Caution(
+                f"{samples.num_spelled_as_text} prompts spell control tokens, which the model read "
+                "as text. Written as text, they are control tokens to what is scored or trained "
+                "on: write these prompts as message lists, or leave them out."
+            )
 
     def longest_first(self, items: Sequence[int], size: int) -> list[list[int]]:
         """Cut items into batches of like length."""

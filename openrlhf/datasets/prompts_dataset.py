@@ -72,6 +72,18 @@ class PromptDataset(TokenizedDataset):
             num_image_tokens=self._per_row["num_image_tokens"][self.row_ids[index]],
         )
 
+    @property
+    def says_cut(self) -> bool:
+        """Return True if `asked` returns text as it was cut."""
+        return self._format.around is None
+
+    @property
+    def num_spelled_as_text(self) -> int:
+        """Return the number of rows with control tokens that were read as text."""
+        form = self._format
+        is_read = form.allow_special_tokens and not form.apply_chat_template
+        return 0 if is_read else sum(self._per_row["is_spelled"])
+
     def _source_of(self, row: Row, row_id: int) -> str:
         """Return by which name a row is evaluated: its own, or its data set's among several."""
         return str(row.get("datasource") or data_set_of(self._rows, row_id) or "default")
