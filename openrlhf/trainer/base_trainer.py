@@ -456,8 +456,8 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Keep the model of an evaluation that is finite, and better than that of the model that is
         kept, if that was of the same rows; all ranks call, with the same values.
         """
-        assert self.eval_samples is not None, "there is no evaluation set"
-        name, data = self.best_metric(self.config), self.eval_samples.fingerprint
+        assert self.inputs.eval_samples is not None, "there is no evaluation set"
+        name, data = self.best_metric(self.config), self.inputs.eval_samples.fingerprint
         found = {"step": self.global_step, "data": data, name: values.get(name, math.nan)}
         before = [self.best] if self.best and self.best["data"] == data else []
         is_best = math.isfinite(found[name]) and noteworthy([*before, found], name)[1] is found

@@ -82,7 +82,8 @@ def test_an_evaluation_that_is_not_finite_is_never_the_best_and_counts_towards_a
 ) -> None:
     name, kept = "eval/gpt_loss", []
     samples = SimpleNamespace(fingerprint="a")
-    trainer = SimpleNamespace(best=None, global_step=0, config=None, eval_samples=samples)
+    inputs = SimpleNamespace(eval_samples=samples)
+    trainer = SimpleNamespace(best=None, global_step=0, config=None, inputs=inputs)
     trainer.best_metric, tracker = lambda config: name, Tracker(tmp_path)
 
     def evaluate(step: int, loss: float, is_kept: bool = True) -> None:
