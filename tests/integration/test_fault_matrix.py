@@ -231,9 +231,11 @@ def test_what_ends_a_run_lets_the_same_command_go_on(
         f"{FLAGS} --advantage_estimator group_norm --init_kl_coef 0 --load_checkpoint "
         f"--save_steps 1 --num_episodes {NUM_STEPS // 2}"
     )
-    given |= {"ckpt_path": given["save_path"] / "ckpt"}
-    words, seconds, struck = argv("", sizes=flags, **given), {}, tmp_path / "struck.json"
+    seconds, struck, is_done = {}, tmp_path / "struck.json", True
     for phase in PHASES:
+        if is_done:
+            given["save_path"] = tmp_path / phase
+        words = argv("", sizes=flags, **given, ckpt_path=given["save_path"] / "ckpt")
         strike = [sys.executable, "-c", STRIKE, program, str(how.value), phase, str(struck)]
         with started([*strike, *words], env=environment()) as process:
             _, said = process.communicate(timeout=240)
@@ -247,12 +249,10 @@ def test_what_ends_a_run_lets_the_same_command_go_on(
         facts = json.loads(struck.read_text())
         seconds[phase] = ended_at - facts["at"]
         assert ends(*facts["pids"]), "orphans"
-        if is_done:
-            break
     command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *words]
     subprocess.run(command, check=True, env=environment(), timeout=300)
     assert [s["step"] for s in steps_of(given["save_path"])] == list(range(1, NUM_STEPS + 1))
-    sampler = saved_run(given["ckpt_path"] / f"global_step{NUM_STEPS}")["sampler"]
+    sampler = saved_run(given["save_path"] / "ckpt" / f"global_step{NUM_STEPS}")["sampler"]
     assert sampler["ledger"]["outcomes"] == {"trained": 4 * NUM_STEPS}
     cells[program, how.name] = seconds
 

@@ -91,11 +91,12 @@ def test_a_ray_that_does_not_start_in_time_is_one_line(monkeypatch) -> None:
 @pytest.fixture
 def ray_here() -> Iterator[psutil.Process]:
     """A process in place of a raylet, with one that Ray has not started, and a worker."""
+    names = [["ray::X"], ["agent"]]
     words = "(exec -a ray::X sleep 99) & (exec -a agent sleep 99) & echo; wait"
     with subprocess.Popen(["bash", "-c", words], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"\n"
         raylet = psutil.Process(process.pid)
-        wait_until(lambda: [c.cmdline()[0] for c in raylet.children()] == ["ray::X", "agent"])
+        wait_until(lambda: [c.cmdline()[:1] for c in raylet.children()] == names)
         yield raylet
         raylet.resume()
         for child in raylet.children():
@@ -114,8 +115,8 @@ def test_workers_of_a_lost_ray_are_ended_where_the_cluster_is_this_programs(
     """Another cluster has workers of others, and may have one that this program is started by."""
     watcher = subprocess.Popen(["sleep", "99"])
     monkeypatch.setattr(launcher.ray, "is_initialized", lambda: False)
-    for name in ("listen", "leave_behind"):  # this process goes on
-        monkeypatch.setattr(launcher.stopping, name, lambda: None)
+    monkeypatch.setattr(launcher.stopping, "listen", lambda: None)
+    monkeypatch.setattr(launcher, "_leave_ray_behind", lambda: None)  # this process goes on
     monkeypatch.setattr(launcher, "_start_here", lambda: watcher)
     monkeypatch.setattr(launcher, "_join", lambda *_: None)
     monkeypatch.setattr(launcher, "ray_processes", lambda: {"Ray's raylet": ray_here})

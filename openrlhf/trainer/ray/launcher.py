@@ -1,5 +1,7 @@
 """Ray at the edge: joins or starts a cluster, runs plain classes as actors, unwraps errors."""
 
+import atexit
+import ctypes
 import logging
 import os
 import re
@@ -123,7 +125,7 @@ def ray_session() -> Iterator[RaySession]:
             yield session
         finally:
             if session.is_lost():  # Ray's own end would wait
-                stopping.leave_behind()
+                _leave_ray_behind()
                 if watcher is not None:  # another cluster has workers of others, and outlives this
                     session.kill_workers()
                     watcher.send_signal(TOLD)
@@ -132,6 +134,17 @@ def ray_session() -> Iterator[RaySession]:
                 if watcher is not None:
                     watcher.kill()
                     watcher.wait()
+
+
+def _leave_ray_behind() -> None:
+    """Let the process end, with the exit code it has, without Ray's own end and the destructors of
+    its library, which fail without that.
+    """
+    stopping.leave_behind()
+    atexit.unregister(ray_worker.shutdown)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # glibc: its function gets the exit code, as _exit takes it
+        libc.on_exit(libc._exit, None)
 
 
 @contextmanager
