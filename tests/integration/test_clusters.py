@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 import ray
 
 from openrlhf.trainer.ray.placement import FREE_S
-from tests.helpers.processes import saved_step, wait_for_a_step
+from tests.helpers.processes import ends, saved_step, wait_for_a_step
 from tests.integration.commands import argv, run_command, steps_of
 from tests.integration.heads import Head, free_ports, ray_command, running_head
 
@@ -176,6 +177,42 @@ with ray_session():
     while not os.path.getsize("ray.log") and time.monotonic() < deadline:
         time.sleep(0.1)
 """
+
+
+# One of Ray's own processes is stopped, and the program goes on without Ray to its end.
+LOSS = """
+import json, signal, sys, time
+
+import psutil
+import ray
+
+from openrlhf.trainer.ray.launcher import ray_session
+
+with ray_session() as session:
+    ray.get(ray.remote(lambda: None).remote())
+    family = psutil.Process().children(recursive=True)
+    session.processes[sys.argv[1]].send_signal(signal.SIGSTOP)
+    while not session.is_lost():
+        time.sleep(0.1)
+print(json.dumps([child.pid for child in family]), time.monotonic(), flush=True)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("process", ["Ray's GCS", "Ray's raylet"])
+def test_a_program_whose_ray_is_stopped_ends_at_once_with_its_own_exit_code(process: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", LOSS, process],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            env=environment | {"RAY_TMPDIR": folder, "RAY_ADDRESS": "local"},
+        )
+        took_s = time.monotonic() - float(done.stdout.split()[-1])
+        assert done.returncode == 7 and took_s < 5
+        assert ends(*json.loads(done.stdout.rpartition(" ")[0])), "orphans"
 
 
 def test_what_ray_guesses_at_a_death_is_in_the_log_and_not_on_the_screen(tmp_path: Path) -> None:
