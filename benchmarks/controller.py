@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +48,9 @@ class StubGroup(WorkerGroup):
 
     def __init__(self, num_ranks: int, num_samples: int) -> None:
         self.num_shares = num_ranks
-        self.column = torch.zeros(NUM_ACTIONS * num_samples)  # Ray has put results somewhere
+        self.column = np.zeros(
+            NUM_ACTIONS * num_samples, np.float32
+        )  # Ray has put results somewhere
         self.own_s = 0.0  # that making results took, which is no work of the controller
 
     def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:
@@ -68,7 +71,7 @@ class StubGroup(WorkerGroup):
         if columns is None:
             return self.column[: len(share) * NUM_ACTIONS]
         column, indices = share.share["advantages"], share.share["sample_indices"].tolist()
-        return UpdateResult(Metrics(), indices, dict.fromkeys(columns, torch.from_numpy(column)))
+        return UpdateResult(Metrics(), indices, dict.fromkeys(columns, column))
 
 
 def rollouts_of(num_samples: int) -> list[Rollout]:

@@ -31,7 +31,7 @@ ENGINE, ACTOR = "LLMRayActor", "PolicyModelActor"
 CRITIC, REFERENCE = "CriticModelActor", "ReferenceModelActor"
 REWARD_MODEL = "RewardModelActor"
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-Fault = tuple[str, str, signal.Signals]  # whom, in which phase, how
+Fault = tuple[str, str, signal.Signals]  # whom ("a+b": both), in which phase, how
 
 
 @dataclass
@@ -67,9 +67,12 @@ class Faults:
             strike.join()
 
     def _strike(self, step: int, title: str, how: signal.Signals) -> None:
-        victim = sorted(self.find(title), key=lambda process: process.pid)[-1]
+        found = [
+            sorted(self.find(name), key=lambda process: process.pid) for name in title.split("+")
+        ]
         self.struck_at[step] = time.monotonic()
-        victim.send_signal(how)
+        for processes in found:
+            processes[-1].send_signal(how)
 
     def known(self) -> None:
         """Note that the last one is known to be lost."""

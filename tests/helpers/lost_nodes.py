@@ -4,6 +4,7 @@ a lost one.
 """
 
 import json
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from tests.helpers.faults import (
     KILL,
     PHASES,
     REFERENCE,
+    STOP,
     Fault,
     Faults,
     hooked,
@@ -37,13 +39,15 @@ NODE = {"object_store_memory": 80_000_000}
 AWAY_S = {"generate": 30.0}
 # A step without a fault follows each with one.
 PLAN: dict[int, Fault] = {
-    2 * number: (title, phase, KILL)
-    for number, (title, phase) in enumerate(
+    2 * number: fault
+    for number, fault in enumerate(
         [
-            *((ENGINE, phase) for phase in ("generate", "update", "sync")),
-            *((ACTOR, phase) for phase in PHASES),
-            *((CRITIC, phase) for phase in ("score", "update")),
-            (REFERENCE, "score"),
+            *((ENGINE, phase, KILL) for phase in ("generate", "update", "sync")),
+            *((ACTOR, phase, KILL) for phase in PHASES),
+            *((CRITIC, phase, KILL) for phase in ("score", "update")),
+            (REFERENCE, "score", KILL),
+            (ENGINE, "update", STOP),
+            (CRITIC, "update", STOP),
         ],
         start=1,
     )
@@ -71,14 +75,19 @@ class Nodes:
             placement_group([{"CPU": 1 - CPU_SHARE_OF_A_RANK, f"node:{address}": 0.001}]).ready()
         )
 
-    def lose(self, address: str, phase: str) -> None:
-        """End a node and all its processes; another one comes some seconds later."""
+    def lose(self, address: str, phase: str, how: signal.Signals) -> None:
+        """End a node and all its processes, or stop its raylet alone; another node comes some
+        seconds later.
+        """
+        self.thread.submit(self._add_later, AWAY_S.get(phase, 3.0))
         [node] = (n for n in self.cluster.worker_nodes if n.node_ip_address == address)
         [raylet] = node.all_processes["raylet"]
+        if how is STOP:
+            raylet.process.send_signal(how)
+            return
         for process in psutil.Process(raylet.process.pid).children(recursive=True):
             process.kill()  # they would end a second later
         self.cluster.remove_node(node, allow_graceful=False)
-        self.thread.submit(self._add_later, AWAY_S.get(phase, 3.0))
 
     def _add_later(self, delay_s: float) -> None:
         time.sleep(delay_s)
@@ -94,9 +103,9 @@ class NodeOf:
     phase: str
     pid: int = 0
 
-    def send_signal(self, how: Any) -> None:
+    def send_signal(self, how: signal.Signals) -> None:
         """Lose the node."""
-        self.nodes.lose(self.address, self.phase)
+        self.nodes.lose(self.address, self.phase, how)
 
 
 def main() -> None:

@@ -118,6 +118,31 @@ def test_engines_and_ranks_are_replaced(
     assert known.keys() == PHASES.keys() and max(known.values()) <= limit_s + 5.0
 
 
+@pytest.mark.parametrize("how", [KILL, STOP], ids=["kill", "stop"])
+def test_two_that_are_lost_at_once_are_replaced(
+    ray_cluster: None, given: dict, faults: Faults, critic_dir: Path, how: signal.Signals
+) -> None:
+    pairs = [
+        f"{ACTOR}+{ENGINE}",
+        f"{ACTOR}+{CRITIC}",
+        f"{REFERENCE}+{CRITIC}",
+        f"{ENGINE}+{REFERENCE}",
+        f"{CRITIC}+{ENGINE}",
+        f"{ACTOR}+{REFERENCE}+{ENGINE}",
+    ]
+    # In every phase, each time another pair.
+    cells = zip(STEPS.items(), pairs, strict=True)
+    faults.plan = {step: (pair, phase, how) for (step, phase), pair in cells}
+    flags = (
+        f"{FLAGS} --advantage_estimator gae --init_kl_coef 0.01 --save_steps 1 --zero_stage 2 "
+        f"--actor_num_gpus_per_node 2 --num_episodes {NUM_STEPS // 2}"
+    )
+    given |= {"ckpt_path": given["save_path"] / "ckpt", "critic_pretrain": critic_dir}
+    train_ppo_ray.main(argv("", sizes=flags, **given))
+    check(faults, given)
+    faults.show("two at once")
+
+
 @dataclass
 class Server:
     """A reward server that is back some seconds after it was struck."""

@@ -44,5 +44,5 @@ def test_a_run_goes_on_where_the_node_of_its_engine_or_of_a_model_is_lost(
     assert found["outcomes"]["trained"] == 4 * NUM_STEPS and not found["pending"]
     assert {*map(int, found["seconds"])} == PLAN.keys()
     with capsys.disabled():
-        for step, (title, phase, _) in PLAN.items():
-            print(f"node of {title} lost in {phase}: {found['seconds'][str(step)]:.1f} s")
+        for step, (title, phase, how) in PLAN.items():
+            print(f"node of {title}, {how.name} in {phase}: {found['seconds'][str(step)]:.1f} s")

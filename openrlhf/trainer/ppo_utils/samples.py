@@ -198,7 +198,7 @@ def _pieces(array: np.ndarray, offsets: Sequence[int], indices: Sequence[int]) -
 
 
 def scatter_back(
-    parts: Sequence[Tensor], indices: Sequence[Sequence[int]], sizes: Tensor
+    parts: Sequence[np.ndarray], indices: Sequence[Sequence[int]], sizes: Tensor
 ) -> Tensor:
     """Undo a partition: per-part flat columns back into sample order.
 
@@ -209,9 +209,9 @@ def scatter_back(
         sizes = torch.ones_like(sizes)
     lengths, pieces = sizes.tolist(), [np.empty(0)] * len(sizes)
     for part, members in zip(parts, indices, strict=True):
-        array, end = part.numpy(), 0
+        end = 0
         for index in members:
             start, end = end, end + lengths[index]
-            pieces[index] = array[start:end]
-        assert end == len(array), "a part has an entry for each of its samples"
+            pieces[index] = part[start:end]
+        assert end == len(part), "a part has an entry for each of its samples"
     return torch.from_numpy(np.concatenate(pieces))

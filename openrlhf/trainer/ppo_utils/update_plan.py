@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,14 +106,14 @@ class UpdateResult:
     """The metrics and columns that one rank returns for its optimizer steps.
 
     Example: samples 0 and 3 with three sampled tokens: `sample_indices` (0, 3), `columns`
-    {"new_logprobs": tensor([-0.1, -2.3, -0.4])}.
+    {"new_logprobs": array([-0.1, -2.3, -0.4])}.
     """
 
     metrics: Metrics
     # Of samples in the rollout batch, in the order of the columns.
     sample_indices: Sequence[int] = ()
     # By name: numbers (N,) of their sampled tokens, when the loss first saw them.
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     skip: Skip | None = None  # at which the updates ended
 
 
@@ -121,7 +122,7 @@ def seen_column(results: Sequence[UpdateResult], name: str, num_actions: Tensor)
     seen = [result for result in results if result.sample_indices]
     indices = [result.sample_indices for result in seen]
     unseen = sorted(set(range(len(num_actions))).difference(*indices))
-    nans = torch.full((int(num_actions[unseen].sum()),), math.nan)
+    nans = np.full(int(num_actions[unseen].sum()), math.nan, np.float32)
     columns = [*(result.columns[name] for result in seen), nans]
     return scatter_back(columns, [*indices, unseen], num_actions)
 
