@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -154,7 +153,7 @@ class ModelWorker:
         size, budget = self.config.rollout.micro_batch_size, self.config.scoring_budget
         parts = self.micro_batches(samples.costs.tolist(), size, budget)
         count = max(all_gather_object(len(parts)))
-        outputs: list[np.ndarray] = []
+        outputs = []
         with self.working(what, count) as advance:
             for k in range(count):
                 batch = samples.select(parts[k]) if k < len(parts) else samples.stand_in()
