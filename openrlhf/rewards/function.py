@@ -7,6 +7,7 @@ extra_info)` of one row, or of lists. Several are added up. Each may be `async d
 """
 
 import asyncio
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from reprlib import Repr
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import (
@@ -183,8 +184,8 @@ class UserFunctions:
         return RewardResult(
             rewards,
             scores,
-            extra_logs={k: v for result in results for k, v in result.extra_logs.items()},
-            extra_columns={k: v for result in results for k, v in result.extra_columns.items()},
+            extra_logs=_merged([result.extra_logs for result in results]),
+            extra_columns=_merged([result.extra_columns for result in results]),
             parts=columns | {k: v for result in results for k, v in result.parts.items()},
             unread=[key for result in results for key in result.unread],
         )
@@ -193,9 +194,9 @@ class UserFunctions:
         self, part: WeightedFunction, batch: RewardBatch
     ) -> tuple[Sequence[float | None], RewardResult]:
         """Return the numbers of a function, B, and what it returned besides."""
-        logs: dict[str, object] = {}
+        noted: dict[str, list[object]] = {}
         columns: dict[str, object] = {}
-        arguments = accepted(part.function, _arguments(part.function, batch, logs, columns))
+        arguments = accepted(part.function, _arguments(part.function, batch, noted, columns))
         if _verl_names(part.function) == ROW_NAMES:
             lists = {name: v for name, v in arguments.items() if isinstance(v, list)}
             rows = [{n: v[index] for n, v in lists.items()} for index in range(len(batch))]
@@ -203,6 +204,10 @@ class UserFunctions:
             answer, logs, columns = _of_rows(answers, part.source)
         else:
             answer = self._call(part, **arguments)
+            logs = {name: _metric(name, values, part.source) for name, values in noted.items()}
+        if isinstance(answer, Mapping) and (logs or columns):
+            own = {"extra_logs": logs, "extra_columns": columns}
+            answer = {**answer, **{k: {**v, **(answer.get(k) or {})} for k, v in own.items()}}
         if isinstance(answer, Mapping) or _takes_queries(part.function):
             result = checked_result(answer, batch=batch, source=part.source)
             return result.rewards, result
@@ -220,7 +225,10 @@ class UserFunctions:
                 # One loop for all calls: clients that the file keeps belong to their loop.
                 if self._loop is None:
                     self._loop = asyncio.new_event_loop()
-                answer = self._loop.run_until_complete(answer)
+                try:
+                    answer = self._loop.run_until_complete(answer)
+                except asyncio.CancelledError as error:  # of its own: nobody else cancels it
+                    raise TimeoutError("it was cancelled by its own code") from error
         return answer
 
 
@@ -323,13 +331,14 @@ def _weights(module: ModuleType, path: str, num_functions: int) -> list[float]:
 def _arguments(
     function: RewardFunction,
     batch: RewardBatch,
-    logs: dict[str, object] | None = None,
-    noted: dict[str, object] | None = None,
+    metrics: dict[str, list[object]] | None = None,
+    extras: dict[str, object] | None = None,
 ) -> dict[str, object]:
-    """Return all that a function may ask for, by the names of its form: lists of B. `logs` and
-    `noted` take what it returns besides rewards.
+    """Return all that a function may ask for, by the names of its form: lists of B. `metrics` and
+    `extras` take what it returns besides rewards. Each sample has lists and dicts of its own, which
+    a function may change.
     """
-    columns: dict[str, object] = {name: list(values) for name, values in batch.columns.items()}
+    columns: dict[str, object] = {name: _own(values) for name, values in batch.columns.items()}
     named = {IMAGES, IMAGE} & {*inspect.signature(function).parameters}
     if named or (batch.images and takes_any(function)):
         images = opened(batch.images or [()] * len(batch))
@@ -345,7 +354,8 @@ def _arguments(
         prompts, queries = list(batch.prompts), list(batch.queries)
         given = {"queries": queries, "prompts": prompts, "labels": labels, "responses": responses}
         return columns | given | {"columns": dict(columns)}
-    sources = list(batch.source_prompts or batch.prompts)
+    sources = _own(batch.source_prompts or batch.prompts)
+    taken = {} if metrics is None else metrics
     return columns | {
         "labels": labels,
         "prompts": sources,
@@ -355,9 +365,39 @@ def _arguments(
         ],
         "completion_ids": [list(ids) for ids in batch.response_ids],
         "trainer_state": SimpleNamespace(global_step=batch.global_step, max_steps=batch.max_steps),
-        "log_metric": ({} if logs is None else logs).__setitem__,
-        "log_extra": ({} if noted is None else noted).__setitem__,
+        "log_metric": lambda name, value: taken.setdefault(name, []).append(value),
+        "log_extra": ({} if extras is None else extras).__setitem__,
     }
+
+
+def _own(values: Sequence[object]) -> list[object]:
+    """Return values of which no two share a list or a dict, as the samples of a prompt do."""
+    return [copy.deepcopy(v) if isinstance(v, list | dict) else v for v in values]
+
+
+def _metric(name: str, values: Sequence[Any], source: str) -> object:
+    """Return what a function has logged under a name: the mean of several calls."""
+    if len(values) == 1:
+        return values[0]
+    try:
+        return sum(map(float, values)) / len(values)
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"{source}: log_metric({name!r}, …) is called {len(values)} times, not each time with "
+            "a number"
+        ) from error
+
+
+def _merged(found: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
+    """Return the columns of several functions: of two of the same name, for each sample the value
+    of the first that has one.
+    """
+    merged: dict[str, list[Any]] = {}
+    for columns in found:
+        for name, values in columns.items():
+            before = merged.get(name, [None] * len(values))
+            merged[name] = [b if a is None else a for a, b in zip(before, values, strict=True)]
+    return merged
 
 
 def opened(images: Sequence[Sequence[Picture]]) -> "list[list[Image]]":
@@ -376,7 +416,8 @@ def _takes_queries(function: RewardFunction) -> bool:
     """Return True for `reward_func(queries, prompts, labels)`; `f(**columns)` is of Hugging Face's
     form.
     """
-    names = set(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    names = {parameter.name for parameter in parameters if parameter.kind in BY_NAME}
     others = {*COMPLETION_NAMES, *_verl_names(function)}
     return names.isdisjoint(others) and not names.isdisjoint(QUERY_NAMES)
 
@@ -386,18 +427,18 @@ def _labels(batch: RewardBatch, *names: str) -> list[object]:
     nested one of verl's rows; raise RewardError for a row that lacks it where others have it.
     """
     if any(label != "" for label in batch.labels):
-        return list(batch.labels)
+        return _own(batch.labels)
     rows = batch.columns.get("reward_model", ()) if "ground_truth" in names else ()
     nested = [row.get("ground_truth") if isinstance(row, Mapping) else None for row in rows]
     for name in names:
         if name in batch.columns:
-            return list(batch.columns[name])
+            return _own(batch.columns[name])
     if nested.count(None) == len(nested):
         return list(batch.labels)
     if None in nested:
         which = batch.name_of(nested.index(None))
         raise RewardError(f"{which} has no reward_model.ground_truth, and others have one")
-    return nested
+    return _own(nested)
 
 
 def _of_rows(
@@ -406,16 +447,29 @@ def _of_rows(
     """Return the numbers that a function returned for each row, and the values next to `score`
     where it returned dicts: numbers to be logged, and other values.
     """
-    dicts = [answer if isinstance(answer, Mapping) else {"score": answer} for answer in answers]
+    dicts = [
+        {str(name): _only_value(value) for name, value in answer.items()}
+        if isinstance(answer, Mapping)
+        else {"score": answer}
+        for answer in answers
+    ]
     for said in dicts:
+        if not isinstance(said.get(ACCURACY), int | float | None):
+            raise RewardError(f"{source}: 'acc' is {said[ACCURACY]!r:.{MAX_SHOWN}}, not 0 or 1.")
         if "score" not in said:
-            names = ", ".join(map(str, said))
+            names = ", ".join(said)
             raise RewardError(f"{source}: the dict has no 'score'; it has {names or 'nothing'}.")
     numbers = [said["score"] for said in dicts]
-    names = dict.fromkeys(str(name) for said in dicts for name in said if name != "score")
+    names = dict.fromkeys(name for said in dicts for name in said if name != "score")
     beside = {name: [said.get(name) for said in dicts] for name in names}
     logs = {k: v for k, v in beside.items() if all(isinstance(x, int | float | None) for x in v)}
     return numbers, dict(logs), {k: v for k, v in beside.items() if k not in logs}
+
+
+def _only_value(value: object) -> object:
+    """Return the Python number of a numpy scalar or a tensor of one number, else the value."""
+    item = getattr(value, "item", None)
+    return item() if item is not None and getattr(value, "shape", None) == () else value
 
 
 def _unknown(part: WeightedFunction, batch: RewardBatch) -> str:

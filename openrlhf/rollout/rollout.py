@@ -200,6 +200,7 @@ class GroupStream:
         failure = None
         try:
             rollouts = await self._maker.rollout(request)
+            check_scores([*self._last, *rollouts])
         except RewardError as error:
             if not drops:
                 raise
@@ -207,7 +208,6 @@ class GroupStream:
             rollouts, failure = [], str(error)
         finally:
             self._metrics.merge(request.metrics)
-        check_scores([*self._last, *rollouts])
         self._last = rollouts[-1:] or self._last
         if drops:
             self._metrics.add("num_dropped_groups", int(failure is not None), reduction="sum")

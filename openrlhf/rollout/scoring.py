@@ -168,7 +168,9 @@ class GroupScorer:
         batch: list[PendingGroup] = []
         num_samples = 0
         for pending in self._waiting:
-            if batch and num_samples + len(pending.group) > size:
+            # An evaluation beside training may have other columns: a function is given one kind.
+            is_like = not batch or pending.columns == batch[0].columns
+            if batch and not (is_like and num_samples + len(pending.group) <= size):
                 return batch
             batch.append(pending)
             num_samples += len(pending.group)
@@ -209,6 +211,7 @@ class PendingGroup:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.columns = {name for rollout in group[:1] for name in rollout.columns}
         self.shares_batch = False
 
 
@@ -338,7 +341,8 @@ def check_scores(rollouts: Sequence[Rollout]) -> None:
     if without and len(without) < len(rollouts):
         raise RewardError(
             f"sample {without[0]} has no score and others of its step have. "
-            "Return scores for every sample or for none."
+            "Return scores for every sample or for none; an environment from each step, since an "
+            "episode may be cut behind any."
         )
 
 

@@ -178,7 +178,8 @@ class AgentExecutorBase:
     ) -> dict[str, Any]:
         """Act and step until the environment is done, the context is full or steps run out.
 
-        Rewards add up; scores and extra_logs are the last step's. An episode that ran out of room
+        Rewards add up; scores and extra_logs are the last step's, a score that it lacks that of the
+        last that gave one. An episode that ran out of room
         or steps sets `truncated`, as the engine does for a turn that the context cut. Raises
         AgentError.
         """
@@ -191,6 +192,7 @@ class AgentExecutorBase:
         action_ranges: list[tuple[int, int]] = []
         reward, is_truncated = 0.0, False
         answer: Mapping[str, Any] = {}
+        score: Any = None
         for _ in range(self.max_steps):
             try:
                 output = (await engine.generate(token_ids, sampling_params)).outputs[0]
@@ -208,6 +210,7 @@ class AgentExecutorBase:
             token_ids += output.token_ids
             check_keys(answer := dict_of(await self._call(instance.step, states)), STEP_KEYS)
             reward += as_number(answer.get("rewards"), "rewards")
+            score = score if answer.get("scores") is None else answer["scores"]
             if flag_of(answer, "done"):
                 break
             feedback_ids, feedback = encoded_feedback(engine, answer)
@@ -220,7 +223,7 @@ class AgentExecutorBase:
             "prompt": prompt,
             "label": label,
             "reward": reward,
-            "scores": answer.get("scores"),
+            "scores": score,
             "extra_logs": answer.get("extra_logs") or {},
             "truncated": is_truncated,
             "observation_tokens": token_ids,
@@ -303,7 +306,7 @@ def encoded_feedback(engine: Any, answer: Mapping[str, Any]) -> tuple[Sequence[i
     if images:
         raise BadAnswerError("environment_images needs text as environment_feedback.")
     if isinstance(feedback, (list, tuple)) and all(isinstance(i, int) for i in feedback):
-        return feedback, ""
+        return feedback, engine.decode_feedback(feedback)
     raise BadAnswerError(
         f"environment_feedback is a {type(feedback).__name__}. Return text or token ids."
     )

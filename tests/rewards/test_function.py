@@ -275,6 +275,74 @@ def test_the_accuracy_beside_verls_score_is_the_score_of_a_sample(tmp_path):
     assert reward_from(tmp_path, mixed.lstrip()).answer(verl_batch()).scores == [1.0, -1.0]
 
 
+def test_numbers_beside_verls_score_may_be_numpys(tmp_path):
+    code = VERL_ROW.replace('"acc": is_right', '"acc": numpy.bool_(is_right), "n": numpy.int64(3)')
+    result = reward_from(tmp_path, "import numpy\n" + code.lstrip()).answer(verl_batch())
+    assert result.scores == [1.0, 0.0] and result.extra_logs == {"acc": [1, 0], "n": [3, 3]}
+    words = VERL_ROW.replace('"acc": is_right', '"acc": str(is_right)')
+    with pytest.raises(RewardError, match="'acc' is 'True', not 0 or 1"):
+        reward_from(tmp_path, words.lstrip()).answer(verl_batch())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(prompts, completions): return [len(p.append(c) or p) for p, c in "
+        "zip(prompts, completions)]",
+        "def f(completions, labels): return [len(label.append(0) or label) for label in labels]",
+        "def f(completions, steps): return [len(each.append(0) or each) for each in steps]",
+        "def f(queries, columns): return [len(s.append(0) or s) for s in columns['steps']]",
+    ],
+)
+def test_samples_of_a_prompt_share_no_list_that_a_function_changes(tmp_path, code):
+    messages, label, steps = [{"role": "user", "content": "p"}], [1], [1]
+    batch = replace(
+        batch_of(2, steps=[steps] * 2), labels=[label] * 2, source_prompts=[messages] * 2
+    )
+    function = reward_from(tmp_path, code)
+    assert function.answer(batch).rewards == function.answer(batch).rewards == [2, 2]
+    assert (len(messages), len(label), len(steps)) == (1, 1, 1)
+
+
+def test_an_async_function_that_cancels_its_own_call_is_an_error(tmp_path):
+    code = """
+        import asyncio
+        async def reward_func(queries, prompts, labels):
+            judge = asyncio.ensure_future(asyncio.sleep(9))
+            judge.cancel()
+            return await judge
+        """
+    with pytest.raises(RewardError, match="cancelled by its own code"):
+        reward_from(tmp_path, code).answer(batch_of(2))
+
+
+def test_what_is_logged_under_one_name_is_not_lost(tmp_path):
+    code = """
+        def each(completions, log_metric):
+            for completion, length in zip(completions, (1, 3)):
+                log_metric("length", length)
+            return {"rewards": [0.0, 0.0], "extra_logs": {"own": [1, 2]}}
+        def first(completions, log_metric):
+            log_metric("kind", [1, None])
+            return [0.0, None]
+        def second(completions, log_metric):
+            log_metric("kind", [None, 2])
+            return [None, 0.0]
+        reward_funcs = [each, first, second]
+        """
+    logs = reward_from(tmp_path, code).answer(batch_of(2)).extra_logs
+    assert logs == {"length": [2.0, 2.0], "own": [1.0, 2.0], "kind": [1.0, 2.0]}
+    with pytest.raises(RewardError, match=r"log_metric\('length', …\) is called 2 times"):
+        reward_from(tmp_path, code.replace("(1, 3)", "([1, 2], [3, 4])")).answer(batch_of(2))
+
+
+@pytest.mark.parametrize("rest", ["**columns", "**labels", "*queries, **kwargs"])
+def test_the_name_of_what_takes_the_rest_is_of_no_form(tmp_path, rest):
+    name = rest.rpartition("*")[2]
+    code = f"def f(prompts, {rest}): return [len({name}['completions']) for _ in prompts]"
+    assert reward_from(tmp_path, code).answer(batch_of(2)).rewards == [2, 2]
+
+
 def test_truths_of_verls_rows_are_read_without_a_label_key(tmp_path):
     batch = verl_batch(labels=("", ""))
     truths = [{"ground_truth": "5", "style": "rule"}, {"ground_truth": "7", "style": "rule"}]

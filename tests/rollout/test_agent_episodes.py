@@ -316,6 +316,26 @@ def test_steps_that_run_out_count_as_cut(tmp_path, tiny_tokenizer):
     assert (result.num_turns, result.reward, result.is_truncated) == (3, 3.0, True)
 
 
+def test_feedback_in_ids_is_text_for_the_next_step(tmp_path, tiny_tokenizer):
+    ids = tiny_tokenizer("more", add_special_tokens=False)["input_ids"]
+    body = (
+        "if states['observation_text'] == 'hiok<|end|>more': return {**DONE, 'rewards': 2.0}\n"
+        f"return {{**DONE, 'done': False, 'environment_feedback': {ids}}}"
+    )
+    result, _ = outcome(tmp_path, tiny_tokenizer, environment(body), max_length=1000)
+    assert (result.num_turns, result.reward) == (2, 3.0)
+
+
+def test_the_score_of_a_cut_episode_is_the_last_that_was_given(tmp_path, tiny_tokenizer):
+    body = (
+        "is_first = states['observation_text'] == 'hi'\n"
+        "return {**DONE, 'done': False, **({'scores': 0.25} if is_first else {})}"
+    )
+    code = environment(body)
+    result, _ = outcome(tmp_path, tiny_tokenizer, code, max_steps=3, max_length=1000)
+    assert (result.num_turns, result.score, result.is_truncated) == (3, 0.25, True)
+
+
 def test_no_more_episodes_run_at_once_than_allowed(tmp_path, tiny_tokenizer):
     code = "RUNNING = []\nMOST = []\n" + environment(
         "RUNNING.append(1)\nMOST.append(len(RUNNING))\nawait asyncio.sleep(0.02)\n"

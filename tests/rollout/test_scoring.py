@@ -148,6 +148,15 @@ def test_groups_are_not_cut(num_samples: int, batch_size: int, sizes: list[int])
     assert [len(ids) for ids in source.asked] == sizes
 
 
+def test_rows_of_other_columns_are_scored_apart() -> None:
+    """As those of an evaluation beside training: what one row lacks is no column of the other's."""
+    seen: list[RewardBatch] = []
+    plain, told = group(0), [replace(r, columns={"level": 3}) for r in group(1)]
+    run(Source(lambda batch: seen.append(batch) or by_label(batch)), [plain, told, plain], FAIL, 8)
+    own = [{name: c for name, c in b.columns.items() if name != "is_truncated"} for b in seen]
+    assert own == [{}, {"level": [3, 3]}, {}]
+
+
 def test_a_group_without_reward_is_dropped_and_its_neighbours_are_kept() -> None:
     source = Source(failing_for(1))
     scored = run(source, [group(i) for i in range(4)], DROP)

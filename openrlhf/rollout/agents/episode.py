@@ -535,6 +535,10 @@ class AgentEngine:
             current_episode().has_joined = True
         return ids
 
+    def decode_feedback(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, with special tokens."""
+        return self._codec.decode(token_ids)
+
     def open_session(self, sampling_params: object = None) -> OpenAISession:
         """Return the address under which OpenAI clients talk to the policy in this episode."""
         params = {k: v for k, v in named_values(sampling_params).items() if v is not None}
