@@ -50,7 +50,7 @@ HOMES = {
     "openrlhf.distributed.weights": {"torch", "transformers"},
     "openrlhf.distributed.export": {"torch", "deepspeed", "safetensors", "transformers"},
     "openrlhf.report": {"jinja2", "matplotlib", "pyarrow", "yaml"},
-    "openrlhf.report.sample_index": {"duckdb"},
+    "openrlhf.report.sample_index": {"duckdb", "pyarrow"},
     "openrlhf.report.server": {"fastapi", "uvicorn"},
     "openrlhf.rollout": {"torch"},
     "openrlhf.rollout.agents.episodes": {"torch", "pydantic"},

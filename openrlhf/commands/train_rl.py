@@ -194,7 +194,12 @@ def _run(
         forwards=forwards_of(config, groups, max(inputs.updates)),
         maker=maker,
         state=state,
-        tracker=make_tracker(config.logger, inputs.run_dir, config.model_dump(mode="json")),
+        tracker=make_tracker(
+            config.logger,
+            inputs.run_dir,
+            config.model_dump(mode="json"),
+            resume_step=checkpoints.resume_step,
+        ),
     )
     state.resume()
     # What is refused leaves the folder as it was.

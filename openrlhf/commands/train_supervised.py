@@ -121,7 +121,8 @@ def _train(
     check_room(hf_model_of(trainer.model), run_dir, num_copies=config.num_exported)
     checkpoints.check_room(trainer.engine.num_state_bytes())
     if strategy.is_main:
-        trainer.tracker = make_tracker(config.logger, run_dir, config.model_dump(mode="json"))
+        told, step = config.model_dump(mode="json"), checkpoints.resume_step
+        trainer.tracker = make_tracker(config.logger, run_dir, told, resume_step=step)
     checkpointer = Checkpointer(trainer, checkpoints)
     checkpointer.resume()
     if config.ckpt.keeps_best:

@@ -92,7 +92,10 @@ class Run:
                 times.setdefault(int(record["step"] or 0), time)
         if not times:
             return {}
-        start = min(times.values()) - (self.records[0].get("timing/step_total") or 0.0)
+        # A line of the log is of several steps, with the mean of their times.
+        num_steps = min(int(self.settings.get("logger.logging_steps", 1)), *times)
+        first_s = self.records[0].get("timing/step_total") or 0.0
+        start = min(times.values()) - num_steps * first_s
         return {step: round(time - start, 2) for step, time in times.items()}
 
     @cached_property

@@ -2,7 +2,6 @@
 are read from the file of the one sample that is looked at.
 """
 
-import os
 import re
 import tempfile
 import threading
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow
+import pyarrow.parquet
 
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.report.samples import COLUMNS, Row, plain, sample_of
@@ -24,6 +25,7 @@ CONDITION = re.compile(
     r"(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)(?=\s|$)",
     re.IGNORECASE,
 )
+READ_AT_ONCE = 256  # samples, to find one
 MAX_QUERIES = 8  # whose order is remembered
 MAX_PREVIEW = 300  # characters of a text in a table
 GROUP_COLUMNS = {
@@ -79,30 +81,41 @@ class SampleIndex:
                 sorted({name for name, _ in part})
                 for part in (self._known - now, now - self._known)
             )
-            self._db.execute("DELETE FROM samples WHERE list_contains(?, file)", [gone])
-            if new:
-                try:
-                    self._insert(new)
-                except duckdb.Error as error:
-                    raise ConfigError(
-                        f"the samples in {self.folder} cannot be read: {first_line(error)}. Move "
-                        "the file that is damaged to another folder."
-                    ) from error
+            self._db.begin()  # rows of one transaction lie together
+            try:
+                self._db.execute("DELETE FROM samples WHERE list_contains(?, file)", [gone])
+                for name in new:
+                    self._insert(name)
+            except BaseException:
+                self._db.rollback()
+                raise
+            self._db.commit()
             self._known, self._found = now, {}
 
-    def _insert(self, names: Sequence[str]) -> None:
-        paths = [str(self.folder / name) for name in names]
-        source = "read_parquet(?, union_by_name=true, filename=true, file_row_number=true)"
-        described = self._db.execute(f"DESCRIBE SELECT * FROM {source}", [paths]).fetchall()
-        found = {name for name, *_ in described}
-        columns = {name: name if name in found else "NULL" for name in COLUMNS}
-        columns["group_id"] = f"coalesce({columns['group_id']}, {columns['row']})"
-        chosen = ", ".join(_as(kind, columns[name]) for name, kind in COLUMNS.items())
-        self._db.execute(
-            f"INSERT INTO samples SELECT parse_filename(filename), file_row_number, {chosen} "
-            f"FROM {source}",
-            [paths],
-        )
+    def _insert(self, name: str) -> None:
+        """Read the columns of a table from a file. By pyarrow, since files may have columns that
+        DuckDB would add itself, columns of the same name in other letters, and labels of any type.
+        """
+        path = self.folder / name
+        try:
+            file = pyarrow.parquet.ParquetFile(path)
+            found = file.read([name for name in COLUMNS if name in file.schema_arrow.names])
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {first_line(error)}. Move it to another folder."
+            ) from error
+        columns = dict(zip(found.column_names, found.columns, strict=True))
+        columns["number"] = pyarrow.array(range(found.num_rows), pyarrow.int64())
+        if "label" in columns and not pyarrow.types.is_string(columns["label"].type):
+            labels = map(plain, columns["label"].to_pylist())
+            texts = [None if label is None else str(label) for label in labels]
+            columns["label"] = pyarrow.array(texts, pyarrow.string())
+        chosen = {name: name if name in columns else "NULL" for name in COLUMNS}
+        chosen["group_id"] = f"coalesce({chosen['group_id']}, {chosen['row']})"
+        values = ", ".join(_as(kind, chosen[name]) for name, kind in COLUMNS.items())
+        self._db.register("step_file", pyarrow.table(columns))
+        self._db.execute(f"INSERT INTO samples SELECT ?, number, {values} FROM step_file", [name])
+        self._db.unregister("step_file")
 
     def samples(self, query: Query) -> Row:
         """Return a page of samples and how many there are in all."""
@@ -146,13 +159,12 @@ class SampleIndex:
         """Return one sample with its tokens; None if there is no such file or row."""
         if file not in {name for name, _ in self._known}:
             return None
-        rows = self._rows(
-            "SELECT * FROM read_parquet(?, file_row_number=true) WHERE file_row_number = ?",
-            [os.fspath(self.folder / file), number],
-        )
-        for row in rows:
-            del row["file_row_number"]
-            return sample_of(row, file, number, self.folder.parent)
+        seen = 0
+        for batch in pyarrow.parquet.ParquetFile(self.folder / file).iter_batches(READ_AT_ONCE):
+            if number < seen + batch.num_rows:
+                [row] = batch.slice(number - seen, 1).to_pylist()
+                return sample_of(row, file, number, self.folder.parent)
+            seen += batch.num_rows
         return None
 
     def _rows(self, sql: str, values: Sequence[object]) -> list[Row]:

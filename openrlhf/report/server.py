@@ -24,13 +24,14 @@ HOST = "127.0.0.1"
 
 def make_app(paths: Sequence[Path]) -> FastAPI:
     """Return the server of the runs in these folders; each load of the page reads them anew."""
-    indexes = [SampleIndex(run.path) for run in read_runs(paths)]
+    indexes: dict[str, SampleIndex] = {}  # by the path of the run, which the page asks by
+    read_runs(paths)  # what is no run is said at the start
     app = FastAPI(openapi_url=None)
     # A page of another host, which a browser was sent to by name, must not read the samples.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
 
-    def index_of(run: int) -> SampleIndex:
-        if not 0 <= run < len(indexes):
+    def index_of(run: str) -> SampleIndex:
+        if run not in indexes:
             raise HTTPException(404, f"there is no run {run}")
         return indexes[run]
 
@@ -40,8 +41,10 @@ def make_app(paths: Sequence[Path]) -> FastAPI:
     @app.get("/")
     def page() -> HTMLResponse:
         runs = read_runs(paths)
-        for index in indexes:
-            index.refresh()
+        for run in runs:
+            path = str(run.path)
+            indexes[path] = indexes.get(path) or SampleIndex(run.path)
+            indexes[path].refresh()
         return HTMLResponse(make_page(runs, make_panels(runs), is_served=True))
 
     @app.get("/samples")

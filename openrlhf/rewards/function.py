@@ -376,7 +376,7 @@ def _own(values: Sequence[object]) -> list[object]:
 
 
 def _metric(name: str, values: Sequence[Any], source: str) -> object:
-    """Return what a function has logged under a name: the mean of several calls."""
+    """Return the value that a function has logged under a name: the mean of several calls."""
     if len(values) == 1:
         return values[0]
     try:

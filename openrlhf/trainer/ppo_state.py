@@ -58,6 +58,10 @@ def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
     return open_checkpoints(ckpt, inputs.data, config)
 
 
+# Sums over the micro-batches and ranks of a step, which a log of several steps has the mean of.
+OF_A_STEP = ("policy_loss", "critic_loss", "moving_s")
+
+
 class RunState:
     """The progress of an RL run: saved when it is due, and put back where a checkpoint stands."""
 
@@ -92,6 +96,11 @@ class RunState:
                 self.kl_coef, kl, target=target, horizon=horizon, num_samples=num_samples
             )
 
+    def note_step(self, metrics: Metrics) -> None:
+        """Add a step's metrics, which are whole, to those that the next line of the log is of."""
+        self.unlogged.merge(metrics.as_means(OF_A_STEP))
+        self.num_unlogged += 1
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON; taken between two steps."""
         # What is finished while the state is taken is pending in it, and generated again.
@@ -110,7 +119,8 @@ class RunState:
             self.kl_coef = self.kl.init_coef
         if "sampler" in state:
             self.sampler.load_state_dict(state["sampler"])
-        self.unlogged = Metrics(state["unlogged"])
+        # Checkpoints of before they were means have sums.
+        self.unlogged = Metrics(state["unlogged"]).as_means(OF_A_STEP, self.num_unlogged)
 
     def check_is_shared(self) -> None:
         """Raise ConfigError if a rank that has to write checkpoints does not see their folder."""

@@ -646,8 +646,7 @@ class PPOTrainer:
         """Print hints and samples, which lie in `file`; every `--logging_steps` the line and the
         log of all steps since.
         """
-        self.state.unlogged.merge(metrics)
-        self.state.num_unlogged += 1
+        self.state.note_step(metrics)
         if global_step % self.config.logger.logging_steps == 0:
             self.log(global_step)
         values = self.values_of(metrics)

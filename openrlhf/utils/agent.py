@@ -178,10 +178,8 @@ class AgentExecutorBase:
     ) -> dict[str, Any]:
         """Act and step until the environment is done, the context is full or steps run out.
 
-        Rewards add up; scores and extra_logs are the last step's, a score that it lacks that of the
-        last that gave one. An episode that ran out of room
-        or steps sets `truncated`, as the engine does for a turn that the context cut. Raises
-        AgentError.
+        Rewards add up; extra_logs are the last step's, the score is the last one given. An episode
+        out of room or steps sets `truncated`, as a turn that the context cut does. Raises AgentError.
         """
         engine = llm_engine or self.llm_engine
         instance = await self._call(make_instance, self.agent_instance_cls)
@@ -190,9 +188,8 @@ class AgentExecutorBase:
         text = text_of(start, "observation")
         token_ids = list(engine.encode_prompt(text))
         action_ranges: list[tuple[int, int]] = []
-        reward, is_truncated = 0.0, False
+        reward, score, is_truncated = 0.0, None, False
         answer: Mapping[str, Any] = {}
-        score: Any = None
         for _ in range(self.max_steps):
             try:
                 output = (await engine.generate(token_ids, sampling_params)).outputs[0]

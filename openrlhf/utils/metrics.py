@@ -79,6 +79,13 @@ class Metrics:
             self._absorb(name, *cell)
         return self
 
+    def as_means(self, names: Iterable[str], weight: float = 1.0) -> "Metrics":
+        """Make means of sums that are whole, of `weight` steps; return the same metrics."""
+        for name in names:
+            if name in self.cells and self.known[name][2] == "sum":
+                self.known[name][1:] = [weight, "mean"]
+        return self
+
     def values(self) -> dict[str, float]:
         """Return the reduced number of every metric."""
         return {name: self[name] for name in self.cells}

@@ -66,11 +66,16 @@ class BackgroundSink:
             warn(f"{self.name} {reason}; it gets no more metrics, training goes on.")
 
 
-def write_tensorboard(records: Iterator[Record], log_dir: Path) -> None:
-    """Add every value as a scalar to an event file in `log_dir`."""
+def write_tensorboard(
+    records: Iterator[Record], log_dir: Path, resume_step: int | None = None
+) -> None:
+    """Add every value as a scalar to an event file in `log_dir`; what earlier files have of steps
+    after `resume_step` is shown no more.
+    """
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - heavy, optional
 
-    with SummaryWriter(str(log_dir)) as writer:
+    purge_step = None if resume_step is None else resume_step + 1
+    with SummaryWriter(str(log_dir), purge_step=purge_step) as writer:
         for step, values in records:
             for name, value in values.items():
                 writer.add_scalar(name, float(value), step)

@@ -115,13 +115,18 @@ class NullTracker(Tracker):
         return []
 
 
-def make_tracker(logger: LoggerConfig, run_dir: Path | str, config: Mapping) -> Tracker:
-    """Return the tracker a run asked for; `config` is the resolved tree as nested dicts."""
+def make_tracker(
+    logger: LoggerConfig, run_dir: Path | str, config: Mapping, *, resume_step: int | None = None
+) -> Tracker:
+    """Return the tracker a run asked for; `config` is the resolved tree as nested dicts, and
+    `resume_step` the one a run goes on from.
+    """
     sinks = []
     if logger.tensorboard_dir:
         # One folder a run, for comparisons.
         log_dir = Path(logger.tensorboard_dir) / logger.wandb.run_name.lstrip("/")
-        sinks.append(BackgroundSink("TensorBoard", partial(write_tensorboard, log_dir=log_dir)))
+        write_events = partial(write_tensorboard, log_dir=log_dir, resume_step=resume_step)
+        sinks.append(BackgroundSink("TensorBoard", write_events))
     if logger.wandb.key:
         write = partial(write_wandb, settings=logger.wandb, run_dir=run_dir, config=config)
         sinks.append(BackgroundSink("wandb", write))

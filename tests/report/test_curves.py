@@ -50,6 +50,18 @@ def test_the_clock_starts_when_the_first_step_began_and_an_evaluation_does_not_m
     assert run_of(tmp_path, records).seconds() == {1: 90.0, 2: 120.0, 3: 330.0}
 
 
+def test_the_first_line_of_a_log_is_of_all_steps_that_it_logs(tmp_path):
+    records = [
+        {"step": step, "time": 1000.0 + 60 * step, "timing/step_total": 60.0, "reward": 0.5}
+        for step in (100, 200)
+    ]
+    run = run_of(tmp_path, records)
+    run.settings["logger.logging_steps"] = "100"
+    assert run.seconds() == {100: 6000.0, 200: 12000.0}
+    run.settings["logger.logging_steps"] = "1"  # it went on from another folder
+    assert run.seconds() == {100: 60.0, 200: 6060.0}
+
+
 def test_runs_lie_over_each_other(tmp_path):
     runs = read_runs([make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)])
     [panel] = [p for p in make_panels(runs) if p.title == "reward"]

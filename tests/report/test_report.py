@@ -182,15 +182,31 @@ def test_a_server_pages_and_speaks_to_this_machine_only(tmp_path):
     page = client.get("/").text
     assert data_of(page)["runs"][0]["samples"] == []
     assert "connect-src 'self'" in policy_of(page)
-    query = {"run": 0, "sort": "reward", "is_descending": True, "size": 1}
+    run = data_of(page)["runs"][0]["path"]
+    query = {"run": run, "sort": "reward", "is_descending": True, "size": 1}
     found = client.get("/samples", params=query).json()
     assert (found["total"], found["rows"][0]["reward"]) == (18, 2.25)
-    assert client.get("/groups", params={"run": 0}).json()["total"] == 9
-    place = {"run": 0, "file": "step_000001.parquet", "number": 5}
+    assert client.get("/groups", params={"run": run}).json()["total"] == 9
+    place = {"run": run, "file": "step_000001.parquet", "number": 5}
     assert client.get("/sample", params=place).json()["tokens"]["token_ids"] == [5, 6, 7, 8, 9]
     assert client.get("/sample", params=place | {"number": 6}).status_code == 404
-    assert client.get("/samples", params={"run": 1}).status_code == 404
+    assert client.get("/samples", params={"run": str(tmp_path)}).status_code == 404
     assert client.get("/", headers={"host": "elsewhere.example"}).status_code == 400
+
+
+def test_a_run_that_comes_while_the_server_runs_has_its_own_samples(tmp_path):
+    make_run(tmp_path / "qwen")
+    client = TestClient(make_app([tmp_path]), base_url="http://127.0.0.1")
+    [first] = data_of(client.get("/").text)["runs"]
+    make_run(tmp_path / "grpo", num_steps=5)
+    runs = data_of(client.get("/").text)["runs"]
+    totals = [client.get("/samples", params={"run": r["path"]}).json()["total"] for r in runs]
+    assert [(run["name"], total) for run, total in zip(runs, totals, strict=True)] == [
+        ("grpo", 30),
+        ("qwen", 18),
+    ]
+    # A page that was loaded before asks for what it shows.
+    assert client.get("/samples", params={"run": first["path"]}).json()["total"] == 18
 
 
 def test_ctrl_c_ends_the_server_quietly(tmp_path):

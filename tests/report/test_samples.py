@@ -95,6 +95,28 @@ def test_a_condition_compares_what_the_page_shows(tmp_path):
     assert [index.samples(Query(search=search))["total"] for search in searches] == [2, 1, 2]
 
 
+def test_columns_of_any_name_and_labels_of_any_type_are_those_of_the_file(tmp_path):
+    own = {"filename": "a.txt", "file_row_number": 7, "Reward": "high", "Response": "R"}
+    write_rollouts(tmp_path, 1, [sample(1, 0, 0) | own | {"label": ["a", "b"]}], num_kept=9)
+    write_rollouts(tmp_path, 2, [sample(2, 0, 0) | {"label": "5"}], num_kept=9)
+    index = SampleIndex(tmp_path)
+    index.refresh()
+    first, second = index.samples(Query())["rows"]
+    assert first["reward"] is not None and first["response"]
+    assert (first["label"], second["label"]) == ("['a', 'b']", "5")
+    found = index.sample("step_000001.parquet", 0)
+    assert found["others"].items() >= own.items() and found["label"] == "['a', 'b']"
+
+
+def test_the_name_of_a_folder_is_no_pattern(tmp_path):
+    for name, number in (("run[1]", 0), ("run1", 1)):
+        write_rollouts(tmp_path / name, 1, [sample(1, number, 0)], num_kept=9)
+    index = SampleIndex(tmp_path / "run[1]")
+    index.refresh()
+    assert ids(index.samples(Query())) == [index.sample("step_000001.parquet", 0)["sample_id"]]
+    assert ids(index.samples(Query())) == [sample(1, 0, 0)["sample_id"]]
+
+
 @pytest.mark.parametrize("label", [{"kwargs": [{}]}, [{}], {"a": {}}])
 def test_labels_that_hold_empty_mappings_are_written_as_text(label, tmp_path):
     [path] = [write_rollouts(tmp_path, 1, [sample(1, 0, 0) | {"label": label}] * 2, num_kept=9)]
@@ -133,7 +155,7 @@ def time_pages(run_dir: Path) -> dict[str, float]:
 
     def get(path: str, **query: object) -> tuple[bytes, float]:
         start = time.process_time()
-        words = urllib.parse.urlencode({"run": 0, "size": 20, **query})
+        words = urllib.parse.urlencode({"run": run_dir, "size": 20, **query})
         with urllib.request.urlopen(f"{address}{path}?{words}") as page:
             return page.read(), time.process_time() - start
 

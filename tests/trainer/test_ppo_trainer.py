@@ -1,5 +1,6 @@
 """Synchronous RL over plain fakes: what a run evaluates, saves and refuses, and its state."""
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -259,6 +260,27 @@ def make(*, target: float | None = 0.1, coef: float = 0.5) -> RunState:
     state = state_of(PPOConfig.model_validate({"algo": {"kl": kl}}), Path("unused"))
     state.sampler = sampler
     return state
+
+
+def test_a_line_of_several_steps_has_the_mean_of_their_losses() -> None:
+    """Those of a checkpoint too, of before losses were means."""
+    state = make()
+
+    def step(**parts: float) -> Metrics:
+        metrics = Metrics()
+        for name, value in {**parts, "num_generated_tokens": 8}.items():
+            metrics.add(name, value, reduction="sum")
+        return metrics.merge(metrics)  # of two micro-batches
+
+    state.note_step(step(policy_loss=0.25, moving_s=1.5))
+    state.note_step(step(policy_loss=0.5, moving_s=1.5, critic_loss=1.0))
+    found = {"policy_loss": 0.75, "moving_s": 3.0, "critic_loss": 2.0, "num_generated_tokens": 32}
+    assert state.unlogged.values() == found
+    old = state.state_dict()
+    old["unlogged"] = {"policy_loss": [1.5, 2.0, "sum"], "num_generated_tokens": [32, 4.0, "sum"]}
+    state.load_state_dict(json.loads(json.dumps(old)))
+    state.note_step(step(policy_loss=0.0))
+    assert state.unlogged.values() == {"policy_loss": 0.5, "num_generated_tokens": 48}
 
 
 def test_ranks_write_the_model_where_the_command_was_typed_or_name_who_does_not_see_it(

@@ -148,6 +148,19 @@ def test_tensorboard_writes_an_event_file_and_is_off_by_default(tmp_path):
     assert list((tmp_path / "tb/run").glob("events.out.tfevents.*"))
 
 
+def test_tensorboard_shows_steps_that_come_again_once(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = LoggerConfig(tensorboard_dir=str(tmp_path / "tb"), wandb=WandbConfig(run_name="one"))
+    for resume_step, steps in ((None, (1, 2, 3)), (1, (2, 3, 4))):
+        tracker = make_tracker(config, tmp_path / "run", {}, resume_step=resume_step)
+        for step in steps:
+            tracker.log(step, {"reward": float(step)})
+        tracker.close()
+        time.sleep(1.1)  # files are named by the second
+    events = accumulator.EventAccumulator(str(tmp_path / "tb/one")).Reload()
+    assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4]
+
+
 RECORDS = [(1, {"loss": 0.5, "eval/a@b_pass1": 1.0}), (2, {"loss": 0.25})]
 NAMES = WandbConfig(project="sums", run_name="first", group="tries")
 

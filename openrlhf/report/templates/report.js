@@ -122,7 +122,8 @@ function drawTimes() {
 // ---- samples: a server answers, or the excerpt in the page does, in the same words
 
 async function fetched(path, values) {
-  const given = Object.entries(values).filter(([, value]) => value != null && value !== "");
+  const asked = { ...values, run: data.runs[values.run].path };
+  const given = Object.entries(asked).filter(([, value]) => value != null && value !== "");
   const response = await fetch(`${path}?${new URLSearchParams(given)}`);
   if (!response.ok) throw new Error(`${path}: ${response.status} ${await response.text()}`);
   return response.json();
