@@ -7,8 +7,9 @@ shown beside a sample.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ COLUMNS = {
 MAX_SIDE = 256  # of an image, in pixels
 MAX_EXCERPT_FILES = 40
 MAX_EXCERPT_BYTES = 6_000_000
+NUM_EXTREMES = 3  # of each end, as report.js shows
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def step_files(run_dir: Path) -> list[StepFile]:
 
 def excerpt(run_dir: Path, files: Sequence[StepFile]) -> list[Row]:
     """Return samples with their tokens, of steps that are spread over the run, as many as a page
-    can hold: the latest steps first, and at least one sample of each while there is room.
+    can hold: the latest steps first, and at least one sample of each while there is room. The best
+    and the worst of the last file, which a page opens with, are among them.
     """
     chosen = spread(files, MAX_EXCERPT_FILES)[::-1]
     found: list[Row] = []
@@ -88,15 +91,42 @@ def excerpt(run_dir: Path, files: Sequence[StepFile]) -> list[Row]:
     for index, file in enumerate(chosen):
         share = left // (len(chosen) - index)
         parquet = pyarrow.parquet.ParquetFile(run_dir / ROLLOUTS / file.name)
-        batches = parquet.iter_batches(batch_size=16)
-        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+        first = {0, *(_extremes(parquet) if file == files[-1] else ())}
+        is_full = False
+        for number, record in enumerate(_records_of(parquet)):
+            if is_full and number not in first:
+                continue
+            [row] = record.to_pylist()
             sample = sample_of(row, file.name, number, run_dir)
             num_bytes = len(json.dumps(sample))
-            if num_bytes > (share if number else left):
-                break
+            if num_bytes > (left if number in first else share):
+                is_full = True
+                continue
             share, left = share - num_bytes, left - num_bytes
             found.append(sample)
     return found
+
+
+def _records_of(parquet: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.RecordBatch]:
+    """Yield a batch of one row for each row, of which nothing is read before it is looked at."""
+    for batch in parquet.iter_batches(batch_size=16):
+        for k in range(batch.num_rows):
+            yield batch.slice(k, 1)
+
+
+def _extremes(parquet: pyarrow.parquet.ParquetFile) -> set[int]:
+    """Return the numbers of samples with the highest and the lowest rewards, of several prompts."""
+    known = [name for name in ("reward", "group_id", "row") if name in parquet.schema_arrow.names]
+    rows = parquet.read(known).to_pylist()
+    rated = [k for k, row in enumerate(rows) if plain(row.get("reward")) is not None]
+    order = sorted(rated, key=lambda k: rows[k]["reward"])
+    chosen: set[int] = set()
+    for way in (order, order[::-1]):
+        of_prompts: dict[object, int] = {}
+        for k in way:
+            of_prompts.setdefault(rows[k].get("group_id", rows[k].get("row")), k)
+        chosen.update(islice(of_prompts.values(), NUM_EXTREMES))
+    return chosen
 
 
 def sample_of(row: Mapping[str, Any], file: str, number: int, run_dir: Path) -> Row:

@@ -179,7 +179,7 @@ class AgentExecutorBase:
         """Act and step until the environment is done, the context is full or steps run out.
 
         Rewards add up; extra_logs are the last step's, the score is the last one given. An episode
-        out of room or steps sets `truncated`, as a turn that the context cut does. Raises AgentError.
+        out of room or steps sets `truncated`, as a turn cut by the context does. Raises AgentError.
         """
         engine = llm_engine or self.llm_engine
         instance = await self._call(make_instance, self.agent_instance_cls)

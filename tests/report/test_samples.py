@@ -68,6 +68,22 @@ def test_an_excerpt_is_bounded_and_takes_from_all_steps(tmp_path, monkeypatch):
     assert {row["file"] for row in found} == {f"step_00000{step}.parquet" for step in (1, 3, 5)}
 
 
+def test_an_excerpt_has_the_best_and_the_worst_of_the_last_file(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    rewards = [0.5] * 60
+    for k, reward in {50: 1.0, 51: 1.0, 53: 0.9, 55: 0.0, 57: math.nan, 58: None}.items():
+        rewards[k] = reward  # two a prompt: 50 and 51 are of one
+    rows = [sample(3, k // 2, k % 2) | {"reward": r} for k, r in enumerate(rewards)]
+    for step in (1, 2):
+        write_rollouts(run_dir, step, rows, num_kept=9)
+    monkeypatch.setattr(samples, "MAX_EXCERPT_BYTES", 12_000)
+    found = excerpt(run_dir, step_files(run_dir))
+    numbers = [row["number"] for row in found if row["file"] == "step_000002.parquet"]
+    assert {53, 55} <= {*numbers} and {50, 51} & {*numbers}
+    assert numbers[0] == 0 and len(numbers) < 30
+    assert max(row["number"] for row in found if row["file"] == "step_000001.parquet") < 30
+
+
 def test_a_page_is_sorted_searched_and_counted(index):
     found = index.samples(Query(sort="reward", is_descending=True, size=2, page=2))
     assert (found["total"], ids(found)) == (13, ["1-2-0", "2-2-0"])
