@@ -48,9 +48,8 @@ class StubGroup(WorkerGroup):
 
     def __init__(self, num_ranks: int, num_samples: int) -> None:
         self.num_shares = num_ranks
-        self.column = np.zeros(
-            NUM_ACTIONS * num_samples, np.float32
-        )  # Ray has put results somewhere
+        # Ray has put results somewhere.
+        self.column = np.zeros(NUM_ACTIONS * num_samples, np.float32)
         self.own_s = 0.0  # that making results took, which is no work of the controller
 
     def start(self, method: Callable[..., Any], shares: Iterable[tuple[Any, ...]]) -> Pending:
