@@ -25,6 +25,7 @@ CONDITION = re.compile(
     r"(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)(?=\s|$)",
     re.IGNORECASE,
 )
+ARROW = {"VARCHAR": pyarrow.string(), "BIGINT": pyarrow.int64(), "DOUBLE": pyarrow.float64()}
 READ_AT_ONCE = 256  # samples, to find one
 MAX_QUERIES = 8  # whose order is remembered
 MAX_PREVIEW = 300  # characters of a text in a table
@@ -81,41 +82,18 @@ class SampleIndex:
                 sorted({name for name, _ in part})
                 for part in (self._known - now, now - self._known)
             )
-            self._db.begin()  # rows of one transaction lie together
-            try:
-                self._db.execute("DELETE FROM samples WHERE list_contains(?, file)", [gone])
-                for name in new:
-                    self._insert(name)
-            except BaseException:
-                self._db.rollback()
-                raise
-            self._db.commit()
+            read = [_read(self.folder / name) for name in new]
+            self._db.execute("DELETE FROM samples WHERE list_contains(?, file)", [gone])
+            if read:
+                self._insert(pyarrow.concat_tables(read))
             self._known, self._found = now, {}
 
-    def _insert(self, name: str) -> None:
-        """Read the columns of a table from a file. By pyarrow, since files may have columns that
-        DuckDB would add itself, columns of the same name in other letters, and labels of any type.
-        """
-        path = self.folder / name
-        try:
-            file = pyarrow.parquet.ParquetFile(path)
-            found = file.read([name for name in COLUMNS if name in file.schema_arrow.names])
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            raise ConfigError(
-                f"{path} cannot be read: {first_line(error)}. Move it to another folder."
-            ) from error
-        columns = dict(zip(found.column_names, found.columns, strict=True))
-        columns["number"] = pyarrow.array(range(found.num_rows), pyarrow.int64())
-        if "label" in columns and not pyarrow.types.is_string(columns["label"].type):
-            labels = map(plain, columns["label"].to_pylist())
-            texts = [None if label is None else str(label) for label in labels]
-            columns["label"] = pyarrow.array(texts, pyarrow.string())
-        chosen = {name: name if name in columns else "NULL" for name in COLUMNS}
-        chosen["group_id"] = f"coalesce({chosen['group_id']}, {chosen['row']})"
+    def _insert(self, rows: pyarrow.Table) -> None:
+        chosen = {name: name for name in COLUMNS} | {"group_id": "coalesce(group_id, row)"}
         values = ", ".join(_as(kind, chosen[name]) for name, kind in COLUMNS.items())
-        self._db.register("step_file", pyarrow.table(columns))
-        self._db.execute(f"INSERT INTO samples SELECT ?, number, {values} FROM step_file", [name])
-        self._db.unregister("step_file")
+        self._db.register("found", rows)
+        self._db.execute(f"INSERT INTO samples SELECT file, number, {values} FROM found")
+        self._db.unregister("found")
 
     def samples(self, query: Query) -> Row:
         """Return a page of samples and how many there are in all."""
@@ -172,6 +150,30 @@ class SampleIndex:
         found = self._db.cursor().execute(sql, values)
         names = [column[0] for column in found.description or ()]
         return [dict(zip(names, map(plain, row), strict=True)) for row in found.fetchall()]
+
+
+def _read(path: Path) -> pyarrow.Table:
+    """Return the columns of the table in a file; raise ConfigError for one that is damaged. By
+    pyarrow, since files may have columns that DuckDB would add itself, columns of the same name in
+    other letters, and labels of any type.
+    """
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        found = file.read([name for name in COLUMNS if name in file.schema_arrow.names])
+        columns = dict(zip(found.column_names, found.columns, strict=True))
+        if "label" in columns and not pyarrow.types.is_string(columns["label"].type):
+            labels = map(plain, columns["label"].to_pylist())
+            texts = [None if label is None else str(label) for label in labels]
+            columns["label"] = pyarrow.array(texts, pyarrow.string())
+        nothing = pyarrow.nulls(found.num_rows)
+        kept = {n: columns.get(n, nothing).cast(ARROW[kind]) for n, kind in COLUMNS.items()}
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {first_line(error)}. Move it to another folder."
+        ) from error
+    kept["number"] = pyarrow.array(range(found.num_rows), pyarrow.int64())
+    kept["file"] = pyarrow.repeat(path.name, found.num_rows)
+    return pyarrow.table(kept)
 
 
 def _as(kind: str, column: str) -> str:
