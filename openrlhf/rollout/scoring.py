@@ -168,7 +168,7 @@ class GroupScorer:
         batch: list[PendingGroup] = []
         num_samples = 0
         for pending in self._waiting:
-            # An evaluation beside training may have other columns: a function is given one kind.
+            # An evaluation beside training may have other columns, and a call has one set of them.
             is_like = not batch or pending.columns == batch[0].columns
             if batch and not (is_like and num_samples + len(pending.group) <= size):
                 return batch

@@ -58,7 +58,7 @@ def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
     return open_checkpoints(ckpt, inputs.data, config)
 
 
-# Sums over the micro-batches and ranks of a step, which a log of several steps has the mean of.
+# Sums over the micro-batches and ranks of a step. A line of the log has their mean over its steps.
 OF_A_STEP = ("policy_loss", "critic_loss", "moving_s")
 
 
@@ -119,7 +119,7 @@ class RunState:
             self.kl_coef = self.kl.init_coef
         if "sampler" in state:
             self.sampler.load_state_dict(state["sampler"])
-        # Checkpoints of before they were means have sums.
+        # A checkpoint of an older version has sums.
         self.unlogged = Metrics(state["unlogged"]).as_means(OF_A_STEP, self.num_unlogged)
 
     def check_is_shared(self) -> None:

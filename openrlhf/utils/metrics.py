@@ -80,7 +80,7 @@ class Metrics:
         return self
 
     def as_means(self, names: Iterable[str], weight: float = 1.0) -> "Metrics":
-        """Make means of sums that are whole, of `weight` steps; return the same metrics."""
+        """Turn sums over `weight` whole steps into means over steps; return the same metrics."""
         for name in names:
             if name in self.cells and self.known[name][2] == "sum":
                 self.known[name][1:] = [weight, "mean"]
