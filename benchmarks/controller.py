@@ -41,6 +41,7 @@ NUM_PROMPT, NUM_TOKENS = 128, 1024
 NUM_ACTIONS = NUM_TOKENS - NUM_PROMPT
 SAMPLES_A_PROMPT = 8
 BATCH_SIZE = 1024  # of an optimizer step
+NUM_TIMED = 20_000  # samples of the steps that are timed, at least; three steps or more
 
 
 class StubGroup(WorkerGroup):
@@ -189,8 +190,9 @@ def main() -> None:
     if len(args.samples) * len(args.ranks) == 1:
         keep_freed_memory()
         step_s(64, 1)  # what is imported or compiled at the first use
-        steps = [step_s(args.samples[0], args.ranks[0]) for _ in range(4)]
+        samples, ranks = args.samples[0], args.ranks[0]
         # The first step of a process waits for each page of its memory.
+        steps = [step_s(samples, ranks) for _ in range(1 + max(3, NUM_TIMED // samples))]
         found = {name: median(step[name] for step in steps[1:]) for name in steps[0]}
         found["memory_over_columns"] = sum(step["memory_over_columns"] for step in steps)
         print(" ".join(f"{name}={value:.3g}" for name, value in found.items()))

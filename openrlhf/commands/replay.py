@@ -163,7 +163,7 @@ def step_again(
     experience, _ = make_experience(config, forwards, kept.rollouts, step_inputs.kl_coef)
     train = config.train
     num_updates = num_updates_per_rollout(
-        len(experience.episodes), train.batch_size, train.max_epochs
+        experience.num_episodes, train.batch_size, train.max_epochs
     )
     for role in trained_roles(config, step_inputs.global_step):
         if (num_done := kept.num_done.get(role, 0)) == num_updates:

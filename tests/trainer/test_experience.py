@@ -70,6 +70,17 @@ def test_every_sample_is_trained_once_an_epoch_on_one_rank(
     assert sorted(seen) == sorted(list(range(count)) * epochs)
 
 
+def test_the_parts_of_an_episode_stay_together_wherever_they_stand() -> None:
+    parts = [replace(rollout([0], [0]), episode_id=name) for name in "a1ba2ba"]
+    experience = Experience.from_rollouts(parts)
+    assert experience.num_episodes == 4
+    assert experience.samples_of([2, 0, 1]).tolist() == [2, 5, 0, 3, 6, 1]
+    plan = plan_updates(experience, 1, train_batch_size=2, max_epochs=1, seed=0)
+    steps = [set(step.members[0]) for step in plan]
+    assert len(steps) == 2 and set.union(*steps) == set(range(7))
+    assert all(whole <= step or not whole & step for step in steps for whole in ({0, 3, 6}, {2, 5}))
+
+
 def test_a_sample_of_several_epochs_is_sent_to_a_rank_once() -> None:
     shares = planned_shares(numbered(6), 2, train_batch_size=3, max_epochs=4, seed=0)
     for share in shares:

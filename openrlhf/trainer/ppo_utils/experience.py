@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
+from openrlhf.algorithms.tokens import all_finite
 from openrlhf.trainer.ppo_utils.samples import SAMPLE, Pieces, Samples, SampleShare
 from openrlhf.utils.rollout import Rollout
 
@@ -35,19 +36,19 @@ class Experience(Samples):
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "Experience":
         """Return scored rollouts, each with a finite reward, as a batch in pieces."""
-        lengths_B = torch.tensor([r.token_ids.numel() for r in rollouts])
-        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
         names = [r.episode_id or index for index, r in enumerate(rollouts)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        assert torch.isfinite(rewards).all(), "an unscored or non-finite sample reached training"
+        lengths_B = _tensor([r.token_ids.numel() for r in rollouts])
+        rewards_B = _tensor([r.reward for r in rollouts], np.float32)
+        assert all_finite(rewards_B), "an unscored or non-finite sample reached training"
         return cls(
             seq_lengths=lengths_B,
-            num_actions=torch.tensor([r.logprobs.numel() for r in rollouts]),
-            costs=lengths_B + torch.tensor([r.num_image_tokens for r in rollouts]),
-            group_ids=torch.tensor([r.group_id for r in rollouts]),
-            episode_ids=torch.tensor([numbers[name] for name in names]),
-            rewards=rewards,
-            is_truncated=torch.tensor([r.is_truncated for r in rollouts]),
+            num_actions=_tensor([r.logprobs.numel() for r in rollouts]),
+            costs=lengths_B + _tensor([r.num_image_tokens for r in rollouts]),
+            group_ids=_tensor([r.group_id for r in rollouts]),
+            episode_ids=_tensor([numbers[name] for name in names]),
+            rewards=rewards_B,
+            is_truncated=_tensor([r.is_truncated for r in rollouts], np.bool_),
             sample_indices=torch.arange(len(rollouts)),
             images=tuple(r.images for r in rollouts) if any(r.images for r in rollouts) else (),
             pieces={
@@ -134,15 +135,25 @@ class Experience(Samples):
         return values_B.new_zeros(len(first_E)).index_add_(0, owner_B, values_B)
 
     @property
-    def episodes(self) -> list[list[int]]:
-        """Return the samples of every episode."""
-        owner_B, first_E = self.episode_of
-        if len(first_E) == len(owner_B):
-            return np.arange(len(owner_B))[:, None].tolist()
-        members: list[list[int]] = [[] for _ in range(len(first_E))]
-        for index, episode in enumerate(owner_B.tolist()):
-            members[episode].append(index)
-        return members
+    def num_episodes(self) -> int:
+        """Return E."""
+        return len(self.episode_of[1])
+
+    @cached_property
+    def _by_episode(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the samples, episode after episode, (B,), and of each where it begins there and
+        how many it has, (E,).
+        """
+        owner_B = self.episode_of[0].numpy()
+        sizes_E = np.bincount(owner_B, minlength=self.num_episodes)
+        return owner_B.argsort(stable=True), sizes_E.cumsum() - sizes_E, sizes_E
+
+    def samples_of(self, episodes: Sequence[int]) -> np.ndarray:
+        """Return the samples of these episodes, one episode after the other."""
+        samples_B, starts_E, sizes_E = self._by_episode
+        sizes = sizes_E[episodes]
+        within = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
+        return samples_B[np.repeat(starts_E[episodes], sizes) + within]
 
     @property
     def response_lengths(self) -> Tensor:
@@ -175,3 +186,8 @@ class Experience(Samples):
         for row, mean in zip(rows, self.sample_means(self.advantages).tolist(), strict=True):
             row["advantage"] = mean
         return rows
+
+
+def _tensor(values: Sequence[object], dtype: type[np.generic] = np.int64) -> Tensor:
+    """Return numbers of Python as a tensor. By numpy, which takes a quarter of the time."""
+    return torch.from_numpy(np.array(values, dtype))

@@ -13,13 +13,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches
+from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.datasets.sampler import epoch_order
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples import Samples, SampleShare, scatter_back
@@ -121,7 +122,9 @@ def seen_column(results: Sequence[UpdateResult], name: str, num_actions: Tensor)
     """Return a column of all ranks in sample order, (N,); NaN for samples that no loss saw."""
     seen = [result for result in results if result.sample_indices]
     indices = [result.sample_indices for result in seen]
-    unseen = sorted(set(range(len(num_actions))).difference(*indices))
+    is_unseen = np.ones(len(num_actions), bool)
+    is_unseen[list(chain.from_iterable(indices))] = False
+    unseen = is_unseen.nonzero()[0].tolist()
     nans = np.full(int(num_actions[unseen].sum()), math.nan, np.float32)
     columns = [*(result.columns[name] for result in seen), nans]
     return scatter_back(columns, [*indices, unseen], num_actions)
@@ -143,17 +146,18 @@ def plan_updates(
     denominators.
     """
     generator = torch.Generator().manual_seed(seed)
-    episodes = experience.episodes
-    costs, sizes = experience.costs.tolist(), experience.num_actions.tolist()
-    num_steps = num_updates_per_rollout(len(episodes), train_batch_size, max_epochs)
+    num_episodes = experience.num_episodes
+    costs, sizes = experience.costs.numpy(), experience.num_actions.numpy()
+    num_steps = num_updates_per_rollout(num_episodes, train_batch_size, max_epochs)
     plan = []
     for _ in range(max_epochs):
-        order = torch.randperm(len(episodes), generator=generator).tolist()
-        for batch in fixed_batches(len(order), train_batch_size):
-            members = [index for i in batch for index in episodes[order[i]]]
-            parts = balanced_partitions([costs[index] for index in members], num_ranks)
+        order = torch.randperm(num_episodes, generator=generator).numpy()
+        for start in range(0, num_episodes, train_batch_size):
+            where = experience.samples_of(order[start : start + train_batch_size])
+            members = where.tolist()
+            parts = balanced_partitions(costs[where].tolist(), num_ranks)
             shares = [[members[i] for i in part] for part in parts]
-            num_tokens = sum(sizes[index] for index in members)
+            num_tokens = int(sizes[where].sum())
             plan.append(PlannedStep(shares, num_tokens, len(members), num_steps, kl_coef))
     return plan
 
@@ -163,10 +167,10 @@ def update_shares(experience: Experience, plan: Sequence[PlannedStep]) -> Iterat
     members = list(zip(*(step.members for step in plan), strict=True))  # [rank][step]
     texts = zip(*(step.texts or [()] * len(members) for step in plan), strict=True)
     same = [{name: vars(step)[name] for name in OF_ALL_RANKS} for step in plan]
-    parts = [sorted(set().union(*own_members)) for own_members in members]
+    parts = [sorted(set(chain.from_iterable(own_members))) for own_members in members]
     shares = zip(experience.cut(parts), parts, members, texts, strict=True)
     for share, part, own_members, own_texts in shares:
-        position = {index: k for k, index in enumerate(part)}
+        position = dict(zip(part, range(len(part)), strict=True))
         own = [[position[index] for index in one] for one in own_members]
         yield UpdateShare(share, list(zip(own, same, own_texts, strict=True)))
 
