@@ -118,8 +118,9 @@ def _train(
     trainer: BaseTrainer[Any, Any], config: SupervisedConfig, checkpoints: RunCheckpoints
 ) -> "Checkpointer":
     strategy, run_dir = trainer.strategy, Path(config.ckpt.output_dir)
-    check_room(hf_model_of(trainer.model), run_dir, num_copies=config.num_exported)
-    checkpoints.check_room(trainer.engine.num_state_bytes())
+    model = hf_model_of(trainer.model)
+    model_bytes = check_room(model, run_dir, num_copies=config.num_exported)
+    checkpoints.check_room(trainer.engine.num_state_bytes(), model_bytes)
     if strategy.is_main:
         told, step = config.model_dump(mode="json"), checkpoints.resume_step
         trainer.tracker = make_tracker(config.logger, run_dir, told, resume_step=step)

@@ -400,12 +400,14 @@ class RunCheckpoints:
         """Return True if the run stands where it was last saved or loaded."""
         return self.saved_state == run.state_dict()
 
-    def check_room(self, num_bytes: int) -> None:
-        """Raise ConfigError where the disk has no room for a checkpoint of this size; all ranks
-        call, before training.
+    def check_room(self, state_bytes: int, model_bytes: int) -> None:
+        """Raise ConfigError where the disk has no room for a checkpoint: of states and a model of
+        these sizes, as the config asks for them; all ranks call, before training.
         """
-        if not self.is_on or self.config.disable_ds:
+        if not self.is_on:
             return
+        num_bytes = 0 if self.config.disable_ds else state_bytes
+        num_bytes += model_bytes if self.config.save_hf else 0
         self.num_bytes = num_bytes
         if not on_main(lambda: has_room(self.store.root, num_bytes)):
             raise ConfigError(

@@ -135,9 +135,9 @@ class RunState:
     def check_room(self) -> None:
         """Raise ConfigError where the disk has no room for the model or a checkpoint."""
         folder = os.path.abspath(self.config.ckpt.output_dir)
-        self.groups["actor"].call(PolicyModelActor.check_room, folder)
+        model_bytes, *_ = self.groups["actor"].call(PolicyModelActor.check_room, folder)
         sizes = [group.call(TrainedWorker.num_state_bytes)[0] for group in self.groups.values()]
-        self.checkpoints.check_room(sum(sizes))
+        self.checkpoints.check_room(sum(sizes), model_bytes)
 
     def resume(self) -> None:
         """Put models, optimizers, random numbers and the controller where they were; move the best

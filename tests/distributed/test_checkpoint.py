@@ -1,6 +1,7 @@
 """A folder counts as a checkpoint only when it is whole; the newest that is whole is never lost."""
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -173,8 +174,9 @@ class Run:
         return lambda: self.write(folder)
 
 
-def saver(root: Path) -> RunCheckpoints:
-    return RunCheckpoints(CheckpointConfig(path=str(root), save_steps=1), DataIdentity("x", 1))
+def saver(root: Path, **flags: bool) -> RunCheckpoints:
+    config = CheckpointConfig(path=str(root), save_steps=1, **flags)
+    return RunCheckpoints(config, DataIdentity("x", 1))
 
 
 def test_a_save_goes_on_beside_the_run_and_counts_once_it_is_whole(tmp_path: Path) -> None:
@@ -410,7 +412,7 @@ def test_there_is_a_whole_checkpoint_after_each_of_fifty_kills(tmp_path: Path) -
 def test_a_save_without_room_is_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     checkpoints = saver(tmp_path)
     with pytest.raises(ConfigError, match=rf"^--ckpt_path {tmp_path} has .* free, and a check"):
-        checkpoints.check_room(10**18)
+        checkpoints.check_room(10**18, 0)
     for _ in range(MAX_FAILED_SAVES - 1):
         checkpoints.save(Run(1, fill))
         assert checkpoints.wait_for_save() is None
@@ -427,13 +429,29 @@ def test_logs_and_rollouts_may_grow_beside_a_save(
 ) -> None:
     monkeypatch.setattr(folders, "free_bytes", lambda path: 1050)
     checkpoints = saver(tmp_path)
-    checkpoints.check_room(1000)
+    checkpoints.check_room(1000, 7)
     checkpoints.save(Run(1, fill))
     assert checkpoints.wait_for_save()
     with pytest.raises(ConfigError, match="; 5% more must be free, for logs and rollouts"):
-        checkpoints.check_room(1001)
+        checkpoints.check_room(1001, 0)
     checkpoints.save(Run(2, fill))
     assert checkpoints.wait_for_save() is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"), [({}, 3000), ({"save_hf": True}, 3700), ({"disable_ds": True}, 0)]
+)
+def test_the_room_asked_for_is_that_of_what_a_checkpoint_holds(
+    flags: dict[str, bool], needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = saver(tmp_path, **flags)
+    monkeypatch.setattr(folders, "free_bytes", lambda path: math.ceil(1.05 * needed))
+    checkpoints.check_room(3000, 700)
+    assert checkpoints.num_bytes == needed
+    if needed:
+        monkeypatch.setattr(folders, "free_bytes", lambda path: 1.05 * needed - 1)
+        with pytest.raises(ConfigError, match="a checkpoint takes"):
+            checkpoints.check_room(3000, 700)
 
 
 def test_states_are_written_at_once_where_a_copy_has_no_room(

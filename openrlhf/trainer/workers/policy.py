@@ -90,16 +90,16 @@ class PolicyModelActor(TrainedWorker):
             self.average = WeightAverage(self.actor.model, self.config.train.ema_beta)
         return num_parameters
 
-    def check_room(self, path: str) -> None:
-        """Raise ConfigError where rank 0 does not see the folder of the model, or its disk has no
-        room for it at the end.
+    def check_room(self, path: str) -> int:
+        """Return the bytes of the model; raise ConfigError where rank 0 does not see its folder, or
+        the disk has no room for it at the end.
         """
         if self.rank == 0 and not Path(path, HOLDER_FILE).exists():
             raise ConfigError(
                 f"--save_path {path} is not seen by {self.role} rank 0 on node {self.address}, "
                 "which writes the model. Type a folder that all nodes share."
             )
-        check_room(self.actor.model, Path(path), num_copies=self.config.num_exported)
+        return check_room(self.actor.model, Path(path), num_copies=self.config.num_exported)
 
     def compute_logprobs(self, samples: Samples) -> Tensor:
         """Return log-probs (N,) of the share's sampled tokens under the current weights."""
