@@ -75,20 +75,19 @@ def export_hf(
 
 
 def check_room(hf_model: nn.Module, path: Path, *, num_copies: int = 1) -> int:
-    """Return the bytes of the model's weights in a file; raise ConfigError where the disk of `path`
-    has no room for so many copies of them at the end; all ranks call, before training.
+    """Return the bytes of an export, so many copies of the model's weights; raise ConfigError where
+    the disk of `path` has no room for it at the end; all ranks call, before training.
     """
     is_adapter = hasattr(hf_model, "peft_config")
     written = (p for p in hf_model.parameters() if p.requires_grad or not is_adapter)
-    num_bytes = total_bytes(written)
-    needed = num_copies * num_bytes
+    needed = num_copies * total_bytes(written)
     if not collectives.on_main(lambda: has_room(path, needed)):
         raise ConfigError(
             f"--save_path {path} has {human_size(free_bytes(path))} free, and the model takes "
             f"{human_size(needed)}; {MARGIN:.0%} more must be free, for logs and rollouts. Make "
             "room, or type the path of a folder on another disk."
         )
-    return num_bytes
+    return needed
 
 
 def write_folder(

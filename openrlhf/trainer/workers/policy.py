@@ -91,7 +91,7 @@ class PolicyModelActor(TrainedWorker):
         return num_parameters
 
     def check_room(self, path: str) -> int:
-        """Return the bytes of the model; raise ConfigError where rank 0 does not see its folder, or
+        """Return the bytes of an export; raise ConfigError where rank 0 does not see its folder, or
         the disk has no room for it at the end.
         """
         if self.rank == 0 and not Path(path, HOLDER_FILE).exists():
