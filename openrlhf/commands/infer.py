@@ -66,7 +66,7 @@ from openrlhf.rollout.engine_pool import BatchedEngine, EnginePool, SamplingEngi
 from openrlhf.rollout.rollout import RolloutMaker
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.adapter_folder import refuse_adapter
-from openrlhf.utils.console import notice, say_notices
+from openrlhf.utils.console import notice, say_notices, warn_once
 from openrlhf.utils.framework_logs import VLLM_LOGGING, redirect_framework_logs
 from openrlhf.utils.gpus import check_gpus
 from openrlhf.utils.images import ImageProcessor
@@ -247,6 +247,11 @@ class BatchTask:
         row, column = self.rows[row_id], self.samples.output_column
         if column is None:  # the dialogue ends with the response
             dialogue = to_messages(self.samples.read(row)[self.samples.input_column])
+            if unwritten := dialogue[-1].keys() - {"role", "content"}:
+                names = ", ".join(map(repr, sorted(unwritten)))
+                warn_once(
+                    f"the reward model scores {names} of answers, and rows have their text alone"
+                )
         answer = row[column] if column else dialogue[-1]["content"]
         return {**asked_columns(self.samples.asked(row)), "output": answer, "reward": reward}
 

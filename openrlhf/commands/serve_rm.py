@@ -44,7 +44,7 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.support import check_here, num_positions
 from openrlhf.models.value_head import RewardModel, reward_mean_and_std
-from openrlhf.rewards.remote import TOKEN_VARIABLE
+from openrlhf.rewards.remote import TOKEN_VARIABLE, checked_token
 from openrlhf.utils.console import format_count, notice
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tensors import dtype_name, fingerprint
@@ -144,7 +144,7 @@ class ServedModel:
         rows = [self._ids(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
         policy, limit = self.config.data.overlong_texts, self.max_len
         for index, ids in enumerate(rows):
-            if not ids:
+            if not texts[index] or not ids:
                 raise refused(422, "the text is empty", f"query[{index}]")
             if policy == "error" and len(ids) > limit:
                 problem = (
@@ -514,9 +514,13 @@ def uvicorn_config(app: FastAPI, limits: ServerLimitsConfig) -> uvicorn.Config:
 
 def read_token(config: ServeRewardConfig) -> str | None:
     """Return the token clients must send; None where only this machine connects and none is set."""
-    token, file = os.environ.get(TOKEN_VARIABLE, ""), config.token_file
+    token, file = (
+        checked_token(os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE),
+        config.token_file,
+    )
     if file is not None:
-        token = Path(file).expanduser().read_text(errors="replace").strip()
+        text = Path(file).expanduser().read_text(errors="replace")
+        token = checked_token(text, f"--token_file {file}")
         if not token:
             raise ConfigError(f"--token_file {file} is empty. Write a token into it.")
     if not token and not is_loopback(config.host):

@@ -49,6 +49,7 @@ WITHOUT_EFFECT = (
 )
 SWITCH_WORDS = dict.fromkeys(("true", "1", "yes", "on"), "true")
 SWITCH_WORDS |= dict.fromkeys(("false", "0", "no", "off"), "false")
+NO = ("none", "null")
 # Settings that the columns of the data decide where nobody types them.
 RECOGNISED = (
     *("data.input_key", "data.output_key", "data.prompt_key", "data.label_key"),
@@ -230,16 +231,19 @@ class Reading(Generic[ConfigT]):
         table, last = flag_table(self.config_class), dict[str, Setting]()
         for name, source, words in settings:
             _, _, earlier = last.get(name, (name, source, words))
-            if earlier != words and not any(o.secret_env for o, _ in table.get(name, ())):
+            if earlier != words and not _is_secret(table.get(name, ())):
                 both = f"{' '.join(earlier)} and {' '.join(words)}"
                 self.notices.append(Caution(f"{source} is given twice: {both}. The last counts."))
             last[name] = (name, source, words)
         said: dict[frozenset[str], tuple[str, dict[str, Any]]] = {}
+        off: list[tuple[str, Option, tuple[object, ...]]] = []
+        own: set[str] = set()  # paths that this source sets
         for name, source, words in sorted(last.values(), key=lambda s: -len(table.get(s[0], "?"))):
             targets = table.get(name, ())
             if not targets:
                 self._note_unknown(name, source)
                 continue
+            typed = source if _is_secret(targets) else " ".join([source, *words])
             try:
                 if targets[0][1] is not None:
                     found = _translated(source, words, targets)
@@ -249,8 +253,8 @@ class Reading(Generic[ConfigT]):
                 self.problems += error.problems
                 self._note_refused(source, words, [option for option, _ in targets])
                 continue
-            is_secret = any(option.secret_env for option, _ in targets)
-            typed = source if is_secret else " ".join([source, *words])
+            unnamed = [(o, m) for o, m in targets if m is not None and o.path not in found]
+            off += [(typed, option, tuple(meanings.values())) for option, meanings in unnamed]
             paths = frozenset(option.path for option, _ in targets)
             first, before = said.setdefault(paths, (typed, found))
             if any(str(raw) != str(before.get(path, raw)) for path, raw in found.items()):
@@ -258,6 +262,24 @@ class Reading(Generic[ConfigT]):
                 self.problems.append(f"{both}. Leave one of them out.")
             self.values |= found
             self.sources |= dict.fromkeys(found, source)
+            own |= found.keys()
+        self._switch_off(off, own)
+
+    def _switch_off(
+        self, off: Iterable[tuple[str, Option, tuple[object, ...]]], own: Container[str]
+    ) -> None:
+        """Undo what earlier sources have switched on, where a flag of this one has other words:
+        `--bf16 false`, `--report_to none`. `own` are the paths that this source sets.
+        """
+        for typed, option, meant in off:
+            path = option.path
+            is_on = path in self.values and (option.bare or self.values[path] in meant)
+            if is_on and path not in own:
+                del self.values[path]
+            elif is_on and typed.endswith(("false", "none")):
+                flag = self.sources[path]
+                both = f"{typed} contradicts {flag}: both set {path}"
+                self.problems.append(f"{both}. Leave one of them out.")
 
     def _note_refused(self, source: str, words: Sequence[str], options: Iterable[Option]) -> None:
         """Join the words after a flag that takes one: it is refused already, and must not be said
@@ -316,6 +338,11 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _is_secret(targets: Targets) -> bool:
+    """Return True if the words after a flag may be a secret."""
+    return any(option.secret_env and meanings is None for option, meanings in targets)
+
+
 def _is_without_effect(name: str) -> bool:
     return name.rpartition(".")[2] in WITHOUT_EFFECT
 
@@ -340,7 +367,8 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
         if bare is None:
             raise ConfigError(f"{source} stands without a value. Type a value after it.")
         return bare
-    if NoneType in option.kinds and [word.lower() for word in words] in (["none"], ["null"]):
+    nothing = [["none"], ["null"], *([["false"]] if str in option.kinds else [])]
+    if NoneType in option.kinds and not option.bare and [w.lower() for w in words] in nothing:
         return None
     if option.members:
         parts = [word.split(",") if option.splits else [word] for word in words]
@@ -354,10 +382,11 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
             remedy = "Type commas between several, and quotes around a text with spaces"
         raise ConfigError(f"{source} takes one value: {seen}. {remedy}.")
     word, plain = words[0], words[0].lower()
-    if option.bare and plain in ("true", "false"):
+    if option.bare and (switched := SWITCH_WORDS.get(plain, "false" if plain in NO else "")):
         off = None if NoneType in option.kinds else "none"
-        return bare if plain == "true" else off
-    if option.is_whole and re.fullmatch(r"-?[\d.]+(e\+?\d+)?", plain) and float(word).is_integer():
+        return bare if switched == "true" else off
+    is_number = re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e\+?\d+)?", plain)
+    if option.is_whole and is_number and float(word).is_integer():
         return int(float(word))  # `1e8`, and `3` of a `Literal`
     if option.opens:  # no shell has seen the `~` in a file, in quotes or behind a comma
         return ",".join(map(os.path.expanduser, word.split(",")))

@@ -68,11 +68,14 @@ ENDING_AT_MIN_LR = {
 }
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamConfig(Base):
     """`adam.*`: AdamW."""
 
     lr: float = option(5e-6, "Peak learning rate.", "{model}learning_rate", ge=0, at_resume="kept")
-    betas: tuple[float, float] = option((0.9, 0.95), "Adam betas.", "adam_betas")
+    betas: tuple[Beta, Beta] = option((0.9, 0.95), "Adam betas.", "adam_betas")
     weight_decay: float = option(
         0.0, "Weight decay (not on biases and norms).", "l2", ge=0, at_resume="refused"
     )
@@ -299,6 +302,8 @@ class CheckpointConfig(RunFolderConfig):
         "Upload the trained model to this repository of the Hugging Face hub: org/name.",
         "push_to_hub",
         "hub_model_id",
+        pattern=r"^[^/\s]+/[^/\s]+$",
+        forms="org/name",
     )
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import PositiveFloat, field_validator
 
 from openrlhf.config.base import Base, Caution, OwnFunction, is_given, option, switch
 from openrlhf.config.common import (
@@ -62,7 +62,9 @@ class ActorConfig(OptimizerConfig, ModelConfig, PlacementConfig):
     policy_loss_type: Literal["ppo", "gspo", "cispo", "sapo"] | OwnFunction = option(
         "ppo", "Policy loss, or your own.", opens="code"
     )
-    sapo_tau: tuple[float, float] = option((1.0, 1.05), "Steepness of SAPO's gate, good and bad.")
+    sapo_tau: tuple[PositiveFloat, PositiveFloat] = option(
+        (1.0, 1.05), "Steepness of SAPO's gate, good and bad."
+    )
     eps_clip: float = option(0.2, "Clip range of the ratio.", gt=0)
     eps_clip_low_high: tuple[float, float] | None = option(
         None, "Clip ranges below and above; unset: --eps_clip twice."
@@ -604,8 +606,8 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
             "--value_clip": "critic.value_clip",
         }
         for flag, path in of_critic.items():
-            reason = f"with --advantage_estimator {estimator}, which has no critic"
-            yield flag, path, reason, not self.has_critic
+            no_critic = f"with --advantage_estimator {estimator}, which has no critic"
+            yield flag, path, no_critic, not self.has_critic
         for flag, name in (("--kl_target", "target"), ("--use_kl_loss", "use_loss")):
             reason = f"with --init_kl_coef {kl.init_coef:g}, which leaves the reference out"
             yield flag, f"algo.kl.{name}", reason, not self.has_reference
@@ -615,3 +617,40 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
             "in RL, which compares log-probs of the same weights",
             self.ds.lora.rank > 0,
         )
+        yield (
+            "--eps_clip",
+            "actor.eps_clip",
+            "beside --eps_clip_low_high",
+            bool(self.actor.eps_clip_low_high),
+        )
+        yield "--sapo_tau", "actor.sapo_tau", of_loss, loss != "sapo"
+        yield "--freezing_actor_steps", "critic.freezing_steps", no_critic, not self.has_critic
+        yield from self._without_a_switch()
+
+    def _without_a_switch(self) -> Iterator[tuple[str, str, str, bool]]:
+        """Yield settings of what another flag switches on."""
+        advantage, is_uncorrected = "algo.advantage", not self.algo.advantage.is_corrected
+        for name in ("type", "mode", "threshold"):
+            flag, path = f"--is_correction_{name}", f"{advantage}.is_correction_{name}"
+            yield flag, path, "without --enable_vllm_is_correction", is_uncorrected
+        is_unfiltered = not self.algo.dynamic_filtering_enable
+        filtered, of_reward = "algo.dynamic_filtering_range", self.reward
+        rows = [
+            ("dynamic_filtering_reward_range", filtered, "dynamic_filtering", is_unfiltered),
+            ("ptx_coef", "actor.ptx_coef", "pretrain_data", not self.data.pretrain_dataset),
+            ("kl_horizon", "algo.kl.horizon", "kl_target", self.algo.kl.target is None),
+            (
+                "async_queue_size",
+                "train.async_queue_size",
+                "async_train",
+                not self.train.async_enable,
+            ),
+            (
+                "overlong_penalty_factor",
+                "reward.overlong_penalty_factor",
+                "overlong_buffer_len",
+                of_reward.overlong_buffer_len is None,
+            ),
+        ]
+        for name, path, other, is_so in rows:
+            yield f"--{name}", path, f"without --{other}", is_so

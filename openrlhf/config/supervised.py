@@ -432,6 +432,15 @@ class KDConfig(SupervisedConfig):
             room = max(1, self.data.max_len // 2)
             yield "kd.max_new_tokens", min(self.kd.max_new_tokens, room)
 
+    def without_effect(self) -> Iterator[tuple[str, str, str, bool]]:
+        yield from super().without_effect()
+        for flag, name in (
+            ("--temperature", "temperature"),
+            ("--kd_max_new_tokens", "max_new_tokens"),
+        ):
+            reason = "without --kd_on_policy: the student answers nothing"
+            yield flag, f"kd.{name}", reason, not self.kd.on_policy_enable
+
     def problems(self) -> Iterator[str]:
         """Report text without prompts to respond to, and responses that leave no room for a
         prompt.

@@ -22,6 +22,7 @@ from openrlhf.datasets.template_fields import (
     Message,
     fitted,
     planted,
+    tags_of,
     writing_of,
 )
 from openrlhf.errors import ConfigError
@@ -329,7 +330,8 @@ class Dialogue:
         }
         has_tools = self._options["tools"] or any("tool_calls" in message for message in messages)
         self.template = chat_template_of(encoder.tokenizer, for_tools=bool(has_tools))
-        shape = planted(messages, learnt, is_prompt=is_prompt, **self._options)
+        tags = tags_of(self.template)
+        shape = planted(messages, learnt, tags=tags, is_prompt=is_prompt, **self._options)
         writing = writing_of(encoder.tokenizer, self.template, shape)
         if writing.problem:
             raise RowError(writing.problem)
@@ -355,10 +357,26 @@ class Dialogue:
         if len(found) > len(turns):  # several a turn, or one behind the last
             begins = [len(self.write(turn, wants_spans=True)[1]) for turn in turns]
             ranges = zip(turns, begins, [*begins[1:], len(found)], strict=True)
-            return text, [span for turn, a, b in ranges if turn in learnt for span in found[a:b]]
-        # One a turn, or for the last turns only.
-        numbered = enumerate(turns, len(found) - len(turns))
-        return text, [found[k] for k, i in numbered if i in learnt and k >= 0]
+            spans = {turn: found[start:end] for turn, start, end in ranges}
+        else:  # one a turn, or for the last turns only
+            numbered = enumerate(turns, len(found) - len(turns))
+            spans = {turn: found[k : k + 1] for k, turn in numbered if k >= 0}
+        marked = []
+        for turn in learnt:
+            own = spans.get(turn, [])
+            is_own = own and self._is_said(turn, "".join(text[a:b] for a, b in own))
+            marked += own if is_own else [self.span_of(turn, text)]
+        return text, marked
+
+    def _is_said(self, index: int, text: str) -> bool:
+        """Return True if a text has what a turn says last: a template may mark some turns only."""
+        message = self._messages[index]
+        content, calls = message["content"], message.get("tool_calls")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        words = tags_of(self.template).split(str(parts[-1].get("text", "")))[-1].strip()
+        if not words and calls:
+            words = calls[-1]["function"]["name"]  # type: ignore[index]
+        return words in text
 
     def span_of(self, index: int, text: str) -> Span:
         """Return the span of a turn in the text of all, as rendering what is before it shows;

@@ -34,6 +34,7 @@ from openrlhf.config.base import DATA_SUFFIXES
 from openrlhf.config.common import last_words
 from openrlhf.config.local_paths import names_in, path_of
 from openrlhf.errors import ConfigError, DataError, Gathered, first_line
+from openrlhf.utils.console import warn_once
 from openrlhf.utils.progress import are_drawn
 
 T = TypeVar("T")
@@ -343,6 +344,10 @@ def _files_by_split(folder: Path) -> dict[str, list[Path]]:
         str(split): sorted(Path(path) for path in paths if path.endswith(DATA_SUFFIXES))
         for split, paths in found.items()
     }
+    beside = {path for path in folder.iterdir() if path.name.endswith(DATA_SUFFIXES)}
+    if others := sorted(path.name for path in beside.difference(*files.values())):
+        told = "whose names say no split, beside files that say one"
+        warn_once(f"not read of folder {folder}: {', '.join(others)}, {told}.")
     if not any(files.values()):
         raise ConfigError(
             f"folder {folder} has no data files. Put {', '.join(DATA_SUFFIXES)} files into it."

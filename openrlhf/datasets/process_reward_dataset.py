@@ -20,6 +20,7 @@ from openrlhf.datasets.tokenized import (
     Tokens,
     columns_of,
     pick_columns,
+    refuse_classes,
 )
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import Tokenizer, encode_text
@@ -57,6 +58,8 @@ class ProcessRewardDataset(TokenizedDataset):
         those.
         """
         found = columns_of(rows, form)
+        for name in (form.label_key, "label", "labels"):
+            refuse_classes(rows, name)
         is_usual = form.input_key in (None, "input") and "input" not in found
         if is_usual and set(STEPWISE_COLUMNS) <= set(found):
             return STEPWISE_COLUMNS

@@ -25,6 +25,7 @@ from openrlhf.datasets.chat import (
 )
 from openrlhf.datasets.pictures import values_in
 from openrlhf.datasets.sft_dataset import preprocess_data as answered_texts
+from openrlhf.datasets.template_fields import REASONING
 from openrlhf.datasets.tokenized import (
     Row,
     RowFormat,
@@ -103,7 +104,11 @@ class PreferenceDataset(TokenizedDataset):
         form, names = self._format, self._columns
         prompt = names[0] if len(names) > 2 else None
         is_chat = self._uses_chat_template(names)
-        if prompt and not form.prompt_key and self._is_in_answers(names):
+        num_held, num_rows = self._num_holding_prompt(names) if prompt else (0, 0)
+        if 0 < num_held < num_rows and not is_chat:
+            told = f"both answers of {num_held} of {num_rows} rows begin with their prompt, "
+            self.notices.append(Caution(f"{told}and it is put before them again"))
+        elif prompt and not form.prompt_key and num_held == num_rows:
             held = "both answers of every row hold their prompt"
             if is_chat:
                 told = f"{held}, and the chat template puts column '{prompt}' before them, too. "
@@ -118,17 +123,13 @@ class PreferenceDataset(TokenizedDataset):
         how = self._words_of_chat(names) if is_chat else how
         self._say_read(names, how, fills_template=prompt is not None and not is_chat)
 
-    def _is_in_answers(self, names: Sequence[str]) -> bool:
-        """Return True if both responses of every row are texts that begin with its prompt."""
-        return all(
-            isinstance(prompt, str)
-            and isinstance(answer, str)
-            and prompt
-            and answer.startswith(prompt)
-            for prompt, *answers in zip(*map(self._values, names), strict=True)
-            for answer in answers
-            if any((prompt, *answers))  # no damaged record
-        )
+    def _num_holding_prompt(self, names: Sequence[str]) -> tuple[int, int]:
+        """Return the number of rows whose responses are texts that begin with their prompt, and of
+        all that are no damaged records.
+        """
+        rows = [row for row in zip(*map(self._values, names), strict=True) if any(row)]
+        held = [row for row in rows if row[0] and all(isinstance(text, str) for text in row)]
+        return sum(all(a.startswith(row[0]) for a in row[1:]) for row in held), len(rows)
 
     def _values(self, name: str) -> Iterable[object]:
         rows = self._rows
@@ -171,7 +172,9 @@ class PreferenceDataset(TokenizedDataset):
             raise LeftOutError("chosen and rejected have different prompts")
         # They may differ in blanks at their ends: both responses are to the same one.
         dialogues = [chosen, chosen[: len(asked)] + rejected[len(asked) :]]
-        first = _num_shared(*(dialogue[:-1] for dialogue in dialogues))
+        first = _num_shared(*(list(map(_words_of, dialogue[:-1])) for dialogue in dialogues))
+        if any(dialogue[first]["role"] != "assistant" for dialogue in dialogues):
+            raise LeftOutError("chosen and rejected have different prompts")
         return [
             render_dialogue(self._encoder, messages, first=first, is_cut=is_cut, **self._told(row))
             for messages, (_, is_cut) in zip(dialogues, sides, strict=True)
@@ -210,6 +213,12 @@ def _prompt_of(messages: Sequence[Message]) -> list[tuple[str, str]]:
     """Return who says what before the first answer; other keys, such as ids, do not matter."""
     asked = takewhile(lambda message: message["role"] != "assistant", messages)
     return [(message["role"], str(message["content"]).strip()) for message in asked]
+
+
+def _words_of(message: Message) -> tuple[object, ...]:
+    """Return what a message says, without keys such as ids."""
+    said = ("tool_calls", *REASONING)
+    return (*_prompt_of([{**message, "role": "user"}]), message["role"], *map(message.get, said))
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:

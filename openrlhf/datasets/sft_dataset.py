@@ -153,6 +153,9 @@ class SFTDataset(TokenizedDataset):
         first = 0 if form.multiturn else len(messages) - 1
         if answer == COMPLETION and not isinstance(row[answer], str) and self._learns_turns:
             first = num_asked  # such a completion is learnt whole, as its format means it
+        context = messages[0 if answer is None else num_asked : first]
+        if any(message["role"] == "assistant" for message in context):
+            self._encoder.unread.add("earlier answers as targets (--multiturn learns them)")
         told = self._told(row)
         return render_dialogue(self._encoder, messages, first=first, is_cut=is_cut, **told)
 

@@ -21,7 +21,6 @@ Message = dict[str, object]
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing; templates read either
 PICTURE = "\ufdd1"  # stands for a picture in the text of a message; no text of a row keeps it
 TURN_WEIGHTS = ("weight", "train", "loss_mask")  # 0: the turn is not learnt
-_THOUGHTS = re.compile(r"(</?think>)")
 
 
 @dataclass(frozen=True)
@@ -92,18 +91,26 @@ def _with_text_arguments(call: Mapping[str, Any]) -> Message:
     return {**call, "function": {**call["function"], "arguments": written}}
 
 
+@lru_cache(maxsize=32)
+def tags_of(template: str) -> re.Pattern[str]:
+    """Return the tags at which a template may split a text: those of thoughts, and its own."""
+    names = {"think", *re.findall(r"</?(\w+)>", template)}
+    return re.compile(rf"(</?(?:{'|'.join(sorted(names))})>)")
+
+
 def planted(
     messages: Sequence[Message],
     learnt: Sequence[int],
     *,
+    tags: re.Pattern[str],
     tools: list | None,
     variables: Mapping[str, Any],
     is_prompt: bool,
 ) -> str:
     """Return the shape of a dialogue as JSON: its messages with sentinels instead of what they
-    hold, and what the sentinels stand for.
+    hold, and what the sentinels stand for. `tags` are those that the template may split texts at.
     """
-    garden = _Garden()
+    garden = _Garden(tags)
     shape = [garden.plant(m, i, is_learnt=i in learnt) for i, m in enumerate(messages)]
     if tools:
         tools = [garden.tool(tools)]
@@ -114,8 +121,9 @@ def planted(
 class _Garden:
     """Puts sentinels into messages, and keeps what each stands for."""
 
-    def __init__(self) -> None:
+    def __init__(self, tags: re.Pattern[str]) -> None:
         self.fields: list[Field] = []
+        self._tags = tags
         self._links: dict[object, str] = {}  # ids of calls, which templates may compare
 
     def sentinel(self, name: str, *, key: str = "") -> str:
@@ -150,7 +158,7 @@ class _Garden:
         return PICTURE.join(self._text(each, where, is_learnt=is_learnt) for each in texts)
 
     def _text(self, text: str, where: str, *, is_learnt: bool) -> str:
-        pieces = _THOUGHTS.split(text)
+        pieces = self._tags.split(text)
         told = "" if is_learnt else "thoughts of earlier turns"
         for k in range(0, len(pieces), 2):
             is_thought = k + 1 < len(pieces)

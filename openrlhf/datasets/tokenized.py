@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import datasets
 import torch
-from datasets import Dataset, Features, List, Value
+from datasets import ClassLabel, Dataset, Features, List, Value
 from filelock import FileLock
 from torch import Tensor
 
@@ -510,7 +510,9 @@ class TokenizedDataset(ABC):
             raise LeftOutError(f"no {' and no '.join(map(repr, names))}")
         if value is None or (isinstance(value, str) and not value.strip()):
             raise LeftOutError("empty response")
-        return value.removesuffix(eos) if isinstance(value, str) and eos else value
+        if isinstance(value, str) and eos and value.rstrip().endswith(eos):
+            return value.rstrip().removesuffix(eos)
+        return value
 
     def _encode(self, rendered: Rendered) -> Tokens:
         """Return the tokens of a text between the tokenizer's own beginning and, where it ends with
@@ -832,6 +834,19 @@ def holds_dialogues(rows: Dataset, column: str) -> bool:
     except RowError:  # the row is refused where it is read
         return True
     return isinstance(first, (list, tuple, Mapping))
+
+
+def refuse_classes(rows: Dataset, name: str | None) -> None:
+    """Raise DataError where a column of labels holds the numbers of named classes: which of them
+    are good, nobody has said.
+    """
+    kind = rows.features.get(name)
+    kind = getattr(kind, "feature", kind)
+    if isinstance(kind, ClassLabel):
+        raise DataError(
+            f"column '{name}' holds the numbers of the classes {', '.join(kind.names)}, and which "
+            "are good is not said. Write true and false, or the labels themselves, into it."
+        )
 
 
 def number_of(value: object) -> float | None:

@@ -18,6 +18,7 @@ from openrlhf.datasets.tokenized import (
     columns_of,
     number_of,
     pick_columns,
+    refuse_classes,
 )
 
 
@@ -49,7 +50,8 @@ class UnpairedPreferenceDataset(SFTDataset):
 
     @classmethod
     def find_columns(cls, form: RowFormat, rows: Dataset) -> Columns:
-        pick_columns(columns_of(rows, form), (form.label_key, ("label",), "--label_key"))
+        picked = pick_columns(columns_of(rows, form), (form.label_key, ("label",), "--label_key"))
+        refuse_classes(rows, picked[0])
         return super().find_columns(form, rows)
 
     def _unread_columns(self, read: set[str]) -> list[str]:

@@ -63,6 +63,13 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
             f"{flag}: {first_line(error)} Name linear layers of "
             f"{type(model).__name__}, or type {ALL_LINEAR}."
         ) from error
+    adapted_names = [f".{name}" for name in adapted.base_model.targeted_module_names]
+    others = [n for n in names if not any(name.endswith(f".{n}") for name in adapted_names)]
+    if targets != ALL_LINEAR and others:
+        raise ConfigError(
+            f"{flag}: {type(model).__name__} has no layer {', '.join(others)} that takes an "
+            f"adapter. Name linear layers with spaces or commas between, or type {ALL_LINEAR}."
+        )
     if untie(adapted.get_base_model()):
         raise ConfigError(
             f"{flag}: embeddings and LM head of {model.name_or_path} are the same weights, and a "

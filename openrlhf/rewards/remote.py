@@ -1,9 +1,9 @@
 """Rewards from HTTP servers: POST {query, prompts, labels, ids} returns {rewards, scores?,
 extra_logs?, ids?, models?}.
 
-Every batch is scored exactly once, by one of the servers, or ends in a RewardError. After 429, 5xx
-and broken connections it is tried again, at another server first, until its time is over. What
-comes is bounded in bytes, as sent and unpacked, and in time.
+Every batch is scored exactly once, by one of the servers, or ends in a RewardError. After 408, 425,
+429, 5xx and broken connections it is tried again, at another server first, until its time is over.
+What comes is bounded in bytes, as sent and unpacked, and in time.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from openrlhf.rewards.base import (
 from openrlhf.utils.console import warn
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"  # sent as a bearer token where it is set
+TRY_AGAIN = (408, 425, 429)  # and 5xx: statuses of a server that may answer another try
 MAX_TEXT_SHOWN = 200
 MAX_IN_FLIGHT = 64  # requests for each server
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 15.0  # before the second try at a server; doubles with each
@@ -44,6 +45,18 @@ ENVELOPE = (
     "request_id",
     "truncated",
 )  # of a response, besides a function's result
+
+
+def checked_token(token: str, source: str) -> str:
+    """Return a token without the space around it, which mounted secrets have; raise ConfigError for
+    one that no header can carry.
+    """
+    token = token.strip()
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"{source} holds a token that cannot be sent. Use letters, digits and signs of ASCII."
+        )
+    return token
 
 
 @dataclass(eq=False)
@@ -102,7 +115,7 @@ class RemoteReward(RewardSource):
         self.timeout_s = timeout_s
         self.try_timeout_s = min(try_timeout_s, timeout_s)
         most = MAX_IN_FLIGHT * len(hosts)
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = checked_token(os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
         self._places = asyncio.Semaphore(most)
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -176,7 +189,7 @@ class RemoteReward(RewardSource):
             return Failure(f"{type(error).__name__} {error}".strip())
         finally:
             server.num_in_flight -= 1
-        if reply.status == 429 or reply.status >= 500:
+        if reply.status in TRY_AGAIN or reply.status >= 500:
             wait = reply.headers.get("retry-after", "")
             problem = f"answered {reply.status}: {start_of(reply.content)}"
             return Failure(problem, float(wait) if wait.isdecimal() else 0.0)

@@ -22,6 +22,7 @@ import httpx
 import pytest
 import transformers
 from datasets import Dataset
+from fastapi import HTTPException
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,6 +165,9 @@ def test_a_prompt_that_is_sent_is_encoded_apart_as_in_training(reward_dir, tmp_p
     for prompt, num_tokens in (("xa", 6), ("", 5), ("another prompt", 5)):
         [ids], _ = model.tokenize([text], [prompt])
         assert (ids == trained.tolist(), len(ids)) == (num_tokens == 6, num_tokens)
+    with pytest.raises(HTTPException) as refused:  # its BOS alone is no text
+        model.tokenize([""], [""])
+    assert refused.value.detail == {"error": "the text is empty", "field": "query[0]"}
     cutting = reader(path, max_len=3, overlong_texts="truncate_left")
     assert cutting.tokenize([text], ["xa"]) == ([[BOS, *trained.tolist()[-2:]]], [True])
 
@@ -204,7 +208,7 @@ def test_other_machines_need_a_token_and_this_one_does_not(monkeypatch, tmp_path
     file = tmp_path / "token"
     file.write_text("t" * 32 + "\n")
     assert read_token(config_of(host="0.0.0.0", token_file=str(file))) == "t" * 32
-    monkeypatch.setenv("OPENRLHF_REWARD_TOKEN", "e" * 16)
+    monkeypatch.setenv("OPENRLHF_REWARD_TOKEN", "e" * 16 + "\n")
     assert read_token(config_of(host="0.0.0.0")) == "e" * 16
     file.write_text("\n")
     with pytest.raises(ConfigError, match="token is empty"):

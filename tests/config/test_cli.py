@@ -241,6 +241,10 @@ SFT_NEEDS = ["--pretrain", "m", "--dataset", "d", "--save_path", "run"]
         (["--report_to", "tensorboard"], "/logs", "run/tensorboard"),
         (["--use_tensorboard", "/mine"], "/mine", "/mine"),
         (["--use_tensorboard", "false"], None, None),
+        (["--use_tensorboard", "0"], None, None),
+        (["--use_tensorboard", "yes"], "/logs", "run/tensorboard"),
+        (["--report_to", "none"], None, None),
+        (["--report_to", "wandb"], None, None),
     ],
 )
 def test_the_folder_of_tensorboard(

@@ -159,15 +159,35 @@ def test_a_flag_behind_another_dash_is_no_value_of_the_flag_before(flag):
     ]
 
 
+@pytest.mark.parametrize(
+    ("config_class", "line", "said"),
+    [
+        (SFTConfig, "--adam_betas 0.9 1.0", "--adam_betas must be below 1.0: 0.9 1.0."),
+        (SFTConfig, "--adam_betas -2 0.9", "--adam_betas must be at least 0.0: -2 0.9."),
+        (PPOConfig, "--sapo_tau 0 0", "--sapo_tau must be above 0.0: 0 0."),
+        (SFTConfig, "--max_len 1.2.3", "--max_len must be a whole number: 1.2.3."),
+        (SFTConfig, "--push_to_hub true", "--push_to_hub cannot be true: it is not known. Type"),
+    ],
+)
+def test_a_value_that_would_do_harm_is_refused(config_class, line, said):
+    [problem] = problems(config_class, f"{NEEDS[config_class]} {line}")
+    assert problem.startswith(said)
+
+
+def test_loggers_named_one_by_one_are_said_to_replace_each_other():
+    [said, *_] = notices(SFTConfig, " --report_to wandb --report_to tensorboard")
+    assert said == "--report_to is given twice: wandb and tensorboard. The last counts."
+
+
 def test_all_problems_are_listed_together():
-    line = "train --pretrian m --prompt_data d --train_batch_size x --gamma 0.5 --adam_betas 1 "
+    line = "train --pretrian m --prompt_data d --train_batch_size x --gamma 0.5 --adam_betas 0.9 "
     assert problems(PPOConfig, line + "--advantage_estimator rloo --remote_rm_url r.py stray") == [
         "train stands before any flag. Type --NAME before a value.",
         "--pretrian is not a known name. Did you mean --pretrain?",
         "--remote_rm_url takes one value: r.py stray. Type commas between several, and quotes "
         "around a text with spaces.",
         "--train_batch_size must be a whole number: x. Type a whole number.",
-        "--adam_betas takes 2 values: 1. Type them with spaces between.",
+        "--adam_betas takes 2 values: 0.9. Type them with spaces between.",
         "No model is named. Type --pretrain with a folder with a config.json, or a hub id such as "
         "org/name.",
         "--advantage_estimator rloo needs --gamma 1: 0.5. Type --gamma 1.",
@@ -291,6 +311,27 @@ def test_a_setting_that_others_switch_off_is_named():
             PPOConfig,
             "--train_max_tokens_per_gpu 3000",
             "--train_max_tokens_per_gpu has no effect without --use_dynamic_batch.",
+        ),
+        (
+            PPOConfig,
+            "--dynamic_filtering_reward_range 0.1 0.9",
+            "--dynamic_filtering_reward_range has no effect without --dynamic_filtering.",
+        ),
+        (
+            PPOConfig,
+            "--is_correction_threshold 0.5 3",
+            "--is_correction_threshold has no effect without --enable_vllm_is_correction.",
+        ),
+        (
+            PPOConfig,
+            "--eps_clip 0.3 --eps_clip_low_high 0.2 0.28",
+            "--eps_clip has no effect beside --eps_clip_low_high.",
+        ),
+        (PPOConfig, "--ptx_coef 0.1", "--ptx_coef has no effect without --pretrain_data."),
+        (
+            KDConfig,
+            "--temperature 2",
+            "--temperature has no effect without --kd_on_policy: the student answers nothing.",
         ),
     ],
 )

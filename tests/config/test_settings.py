@@ -121,6 +121,11 @@ PPO_TREES = [
     ("--report_to trackio mlflow", "logger.mlflow", True),
     ("--output_dir o --report_to all", "logger.tensorboard_dir", "o/tensorboard"),
     ("--use_wandb abc --report_to wandb", "logger.wandb.key", "abc"),
+    ("--use_wandb 0", "logger.wandb.key", None),
+    ("--use_wandb yes", "logger.wandb.key", "true"),
+    ("--save_best off", "ckpt.best_metric_key", "none"),
+    ("--push_to_hub False", "ckpt.push_to_hub", None),
+    ("--eval_dataset false", "eval.dataset", None),
     # Numbers: negative, scientific, lists.
     ("--train-batch-size 16", "train.batch_size", 16),
     ("--actor.adam.weight-decay=0.5", "actor.adam.weight_decay", 0.5),

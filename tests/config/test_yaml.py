@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from openrlhf.config.base import value_at
 from openrlhf.config.cli import parse_config, save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import PRMConfig, SFTConfig
@@ -45,6 +46,29 @@ def test_keys_are_the_tree_dotted_names_or_flat_names(tmp_path):
     # Flags win over the file, wherever they stand.
     config = parse_config(SFTConfig, ["--learning_rate", "2e-5", *file, "--zero_stage", "2"]).config
     assert (config.adam.lr, config.ds.zero_stage) == (2e-5, 2)
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "left"),
+    [
+        ("--bf16 false", "ds.param_dtype", "auto"),
+        ("--report_to none", "logger.wandb.key", None),
+        ("--report_to trackio", "logger.wandb.key", None),
+        ("--report_to trackio", "logger.tensorboard_dir", None),
+        ("--report_to trackio", "logger.trackio", True),
+        ("--report_to wandb --use_trackio", "logger.trackio", True),
+    ],
+)
+def test_a_flag_switches_off_what_the_file_has_switched_on(tmp_path, flag, name, left):
+    file = write(tmp_path / "run.yaml", TREE + "report_to: [wandb, tensorboard]\n")
+    config = parse_config(SFTConfig, [*file, *flag.split()]).config
+    assert value_at(config, name) == left
+
+
+def test_bf16_is_not_off_and_on_at_once():
+    line = "--pretrain m --dataset d --bf16 false --ds.param_dtype bf16"
+    [problem] = problems(line.split())
+    assert problem.startswith("--bf16 false contradicts --ds.param_dtype: both set ds.param_dtype")
 
 
 def test_a_flat_key_for_several_models_yields_to_a_flag_for_one(tmp_path):

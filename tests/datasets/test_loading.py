@@ -73,13 +73,15 @@ def test_a_saved_data_set_is_read_by_split(tmp_path):
         load_rows(str(tmp_path / "both"), split="dev")
 
 
-def test_a_folder_has_the_splits_that_its_file_names_say(tmp_path):
+def test_a_folder_has_the_splits_that_its_file_names_say(tmp_path, capsys):
     write_jsonl(tmp_path / "train-00000-of-00002.jsonl", ROWS[:1])
     write_jsonl(tmp_path / "train-00001-of-00002.jsonl", ROWS[1:])
     write_jsonl(tmp_path / "test.jsonl", ROWS[1:])
     write_jsonl(tmp_path / "extra.jsonl", ROWS)  # of no split: not read
     (tmp_path / "train.txt").write_text("notes")
     assert list(load_rows(str(tmp_path))) == ROWS
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"not read of folder {tmp_path}: extra.jsonl, whose names say no split" in said
     assert list(load_rows(str(tmp_path), split="test")) == ROWS[1:]
 
 

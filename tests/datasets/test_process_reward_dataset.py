@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, List, Value
 
 from openrlhf.datasets.process_reward_dataset import ProcessRewardDataset
 from openrlhf.datasets.tokenized import RowFormat
@@ -108,3 +108,10 @@ def test_a_cut_text_loses_the_labels_of_its_markers(tokenizer):
     dataset = steps(tokenizer, rows, max_len=3, overlong="truncate")
     assert dataset[0].labels.tolist() == ids(tokenizer, "+")
     assert dict(dataset.dropped) == {"nothing to learn": 1}
+
+
+def test_numbers_of_classes_are_no_labels(tokenizer):
+    features = Features({"input": Value("string"), "label": List(ClassLabel(names=["+", "-"]))})
+    rows = Dataset.from_dict({"input": ["1+1<|step|>"], "label": [[0]]}, features=features)
+    with pytest.raises(DataError, match=r"'label' holds the numbers of the classes \+, -, and"):
+        ProcessRewardDataset(rows, tokenizer, RowFormat(placeholder_token="<|step|>"))

@@ -5,7 +5,7 @@ labels that are labels, and prompts that can be joined with other responses.
 from functools import partial
 
 import pytest
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Value
 
 from openrlhf.datasets.reward_dataset import PreferenceDataset
 from openrlhf.datasets.tokenized import RowFormat
@@ -258,3 +258,44 @@ def test_labels_stay_with_their_rows_when_others_are_dropped(tokenizer):
     assert dataset.row_ids == [1, 2]
     assert [dataset[i].is_desirable for i in (0, 1)] == [True, False]
     assert dataset.notices[1:] == ["1 of 3 rows were left out: over-long"]
+
+
+def test_what_is_shared_does_not_depend_on_ids_of_messages(tokenizer):
+    shared = [user("q"), assistant("s"), user("r")]
+    sides = {
+        "chosen": [shared[0], {**shared[1], "id": "1"}, shared[2], assistant("ab")],
+        "rejected": [shared[0], {**shared[1], "id": "2"}, shared[2], assistant("ac")],
+    }
+    assert [learnt for _, learnt in shown(tokenizer, pairs(tokenizer, [sides]))] == [
+        "ab<|end|>",
+        "ac<|end|>",
+    ]
+
+
+def test_answers_to_different_later_questions_are_no_pair(tokenizer):
+    shared = [user("q"), assistant("s")]
+    sides = {
+        "chosen": [*shared, user("r"), assistant("ab")],
+        "rejected": [*shared, user("t"), assistant("ac")],
+    }
+    dataset = pairs(tokenizer, [WHOLE, sides])
+    assert len(dataset) == 1
+    assert (
+        "1 of 2 rows were left out: chosen and rejected have different prompts" in dataset.notices
+    )
+
+
+def test_answers_that_hold_their_prompt_in_some_rows_only_are_counted(tokenizer):
+    rows = [{"prompt": f"q{k}", "chosen": f"q{k} a", "rejected": f"q{k} b"} for k in range(3)]
+    rows.append({"prompt": "q9  ", "chosen": "q9 a", "rejected": "q9 b"})
+    told = "both answers of 3 of 4 rows begin with their prompt, and it is put before them again"
+    assert told in pairs(tokenizer, rows).notices
+
+
+def test_labels_of_classes_are_refused(tokenizer):
+    names = ["good", "bad"]
+    features = Features({"input": Value("string"), "output": Value("string")})
+    features["label"] = ClassLabel(names=names)
+    rows = Dataset.from_dict({"input": ["q"], "output": ["a"], "label": [0]}, features=features)
+    with pytest.raises(DataError, match="numbers of the classes good, bad, and which are good"):
+        UnpairedPreferenceDataset(rows, tokenizer, RowFormat(output_key="output"))

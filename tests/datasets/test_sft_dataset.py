@@ -29,7 +29,7 @@ def shown(tokenizer, dataset: SFTDataset, index: int = 0) -> tuple[str, str]:
     return tokenizer.decode(ids), tokenizer.decode(ids[mask])
 
 
-@pytest.mark.parametrize("output", ["yo", "yo<|end|>"])
+@pytest.mark.parametrize("output", ["yo", "yo<|end|>", "yo<|end|>\n"])
 def test_the_response_is_learnt_with_one_eos_also_where_it_spells_its_own(tokenizer, output):
     rows = [{"input": "hi", "output": output}]
     dataset = examples(tokenizer, rows, output_key="output")
@@ -64,6 +64,50 @@ def test_multiturn_learns_every_assistant_turn(tokenizer, template):
 
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 BARE += "{% if add_generation_prompt %}assistant: {% endif %}"
+# Marks the text of turns, and not their calls.
+PARTLY = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}CALL "
+PARTLY += "{{ m.tool_calls | tojson }}<|end|>{% elif m.role == 'assistant' %}{% generation %}"
+PARTLY += "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}"
+PARTLY += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CUT = "{{ message['content'].split('</thought>')[-1] }}"
+THOUGHT = PLAIN_TEMPLATE.replace("{{ message['content'] }}", CUT)
+
+
+def called(**more: object) -> dict:
+    function = {"name": "find", "arguments": {"a": 1}}
+    return {**message("assistant", ""), "tool_calls": [{"function": function}], **more}
+
+
+def test_a_template_that_marks_some_turns_only_does_not_shift_them(tokenizer):
+    tokenizer.chat_template = PARTLY
+    turns = [message("user", "q"), called(), message("user", "r")]
+    bad = {**message("assistant", "BAD"), "weight": 0}
+    rows = [{"messages": [*turns, bad, message("user", "s"), called(), message("user", "t"),
+                          message("assistant", "GOOD")]}]  # fmt: skip
+    dataset = examples(tokenizer, rows, multiturn=True)
+    _, learnt = shown(tokenizer, dataset)
+    assert "BAD" not in learnt and learnt.count("find") == 2 and learnt.endswith("GOOD<|end|>")
+    rows = [{"messages": [message("user", "q"), message("assistant", "ONE"), turns[2], called()]}]
+    _, learnt = shown(tokenizer, examples(tokenizer, rows))
+    assert "ONE" not in learnt and "find" in learnt
+
+
+def test_thoughts_that_a_template_would_cut_at_a_tag_of_its_own_refuse_their_row(tokenizer):
+    tokenizer.chat_template = THOUGHT
+    thought = "<thought>long</thought>4"
+    rows = [{"messages": [message("user", "q"), message("assistant", thought)]}]
+    with pytest.raises(DataError, match="its thoughts would be left out by the chat template"):
+        examples(tokenizer, rows)
+
+
+def test_earlier_answers_that_are_not_learnt_are_said(tokenizer):
+    turns = [message("user", "a"), message("assistant", "b"), message("user", "c")]
+    rows = [{"messages": [*turns, message("assistant", "d")]}]
+    told = "not read: earlier answers as targets (--multiturn learns them)"
+    assert told in examples(tokenizer, rows).notices
+    assert told not in examples(tokenizer, rows, multiturn=True).notices
+
+
 LAST = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
 LAST += "{% generation %}{{ m.content }}{% if loop.last %}{{ eos_token }}{% endif %}"
 LAST += "{% endgeneration %}{% endif %}{% endfor %}"

@@ -234,3 +234,6 @@ def test_an_adapter_with_a_bias_where_the_base_has_none_is_refused_in_one_line(
 def test_unknown_target_modules_are_refused(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"--target_modules query: Target modules .* not found"):
         add_lora(load_causal_lm(tiny_model_dir), LoraConfig(rank=4, target_modules=("query",)))
+    names = ("[q_proj", "k_proj", "v_proj]")  # pasted from Python: PEFT takes the middle one alone
+    with pytest.raises(ConfigError, match=r"has no layer \[q_proj, v_proj\] that takes an adapter"):
+        add_lora(load_causal_lm(tiny_model_dir), LoraConfig(rank=4, target_modules=names))

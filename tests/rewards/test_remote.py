@@ -106,7 +106,7 @@ BUSY = (429, b"busy", {"Retry-After": "0"})
 
 
 def test_what_may_pass_is_tried_until_the_time_is_over_with_one_request_id() -> None:
-    with in_turn((500, b"a"), (503, b"b"), BUSY, (502, b""), (500, b"")) as server:
+    with in_turn((500, b"a"), (503, b"b"), BUSY, (502, b""), (408, b"")) as server:
         assert score(server.url).rewards == [1.0]
     assert len(server.requests) == 6
     assert len({headers["X-Request-Id"] for headers in server.headers}) == 1
@@ -285,13 +285,24 @@ def test_sixty_four_requests_are_in_flight_and_no_more() -> None:
 def test_a_token_is_sent_and_no_proxy_comes_between_this_machine_and_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("OPENRLHF_REWARD_TOKEN", "secret")
+    monkeypatch.setenv("OPENRLHF_REWARD_TOKEN", "secret\n")  # as secrets are mounted
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     with RewardServer() as server:
         assert score(server.url).rewards == [1.0]
         assert score(server.url.replace("127.0.0.1", "localhost")).rewards == [1.0]
     assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("token", ["two words", "a\nb", "\u00fc"])
+def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENRLHF_REWARD_TOKEN", token)
+    with pytest.raises(ConfigError) as caught:
+        score("http://127.0.0.1:9")
+    assert str(caught.value).startswith("OPENRLHF_REWARD_TOKEN holds a token that cannot be sent.")
+    assert token not in str(caught.value)
 
 
 def test_text_that_is_not_unicode_travels_and_labels_that_are_not_json_become_text() -> None:
