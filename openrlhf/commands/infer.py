@@ -34,6 +34,7 @@ from openrlhf.datasets.chat import (
 from openrlhf.datasets.command_data import inference_data
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.template_fields import REASONING
 from openrlhf.datasets.tokenized import IMAGE_COLUMNS, write_bad_rows
 from openrlhf.distributed import collectives
 from openrlhf.distributed.folders import MODEL_FILES
@@ -247,11 +248,10 @@ class BatchTask:
         row, column = self.rows[row_id], self.samples.output_column
         if column is None:  # the dialogue ends with the response
             dialogue = to_messages(self.samples.read(row)[self.samples.input_column])
-            if unwritten := dialogue[-1].keys() - {"role", "content"}:
-                names = ", ".join(map(repr, sorted(unwritten)))
-                warn_once(
-                    f"the reward model scores {names} of answers, and rows have their text alone"
-                )
+            said = {key for key in (*REASONING, "tool_calls") if dialogue[-1].get(key)}
+            if said:
+                names = " and ".join(map(repr, sorted(said)))
+                warn_once(f"{names} of answers are scored, and not written: `output` is their text")
         answer = row[column] if column else dialogue[-1]["content"]
         return {**asked_columns(self.samples.asked(row)), "output": answer, "reward": reward}
 

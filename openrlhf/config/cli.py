@@ -50,6 +50,7 @@ WITHOUT_EFFECT = (
 SWITCH_WORDS = dict.fromkeys(("true", "1", "yes", "on"), "true")
 SWITCH_WORDS |= dict.fromkeys(("false", "0", "no", "off"), "false")
 NO = ("none", "null")
+TYPED = "typed"  # in a written config: the settings that are no defaults
 # Settings that the columns of the data decide where nobody types them.
 RECOGNISED = (
     *("data.input_key", "data.output_key", "data.prompt_key", "data.label_key"),
@@ -187,7 +188,7 @@ class Reading(Generic[ConfigT]):
         """
         try:
             tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
-            if not isinstance(tree, Mapping):
+            if not isinstance(tree, dict):
                 raise ValueError("it has no keys at its top")
         except (OSError, ValueError, yaml.YAMLError) as error:
             reason = " ".join(str(error).split())
@@ -195,7 +196,24 @@ class Reading(Generic[ConfigT]):
                 f"--config cannot be read: {path} ({reason}). Type a YAML file of `name: value`."
             )
             return
-        yield from self._settings(tree, f"{path.name}: ")
+        typed = tree.pop(TYPED, None)
+        settings = list(self._settings(tree, f"{path.name}: "))
+        yield from settings if typed is None else self._without_defaults(settings, typed)
+
+    def _without_defaults(
+        self, settings: Sequence[Setting], typed: Container[str]
+    ) -> Iterator[Setting]:
+        """Yield the settings of a written config that were `typed`, and of the others those that do
+        not follow from them any more: what follows is a default again.
+        """
+        alone = Reading(self.config_class)
+        alone._take(setting for setting in settings if setting[0] in typed)
+        config = alone.build()
+        tree = nested({o.path: value_at(config, o.path) for o in walk(self.config_class)})
+        defaults = {name: words for name, _, words in self._settings(tree)}
+        for setting in settings:
+            if setting[0] in typed or setting[2] != defaults.get(setting[0]):
+                yield setting
 
     def _take_file(self, path: Path) -> None:
         """Take a YAML file; many names that are not this command's are one problem."""
@@ -446,7 +464,8 @@ def describe(option: Option, source: str, raw: object, detail: Mapping[str, Any]
 
 
 def save_resolved(config: CommandConfig, path: Path) -> None:
-    """Write the tree as YAML; `--config` on it gives the same tree again.
+    """Write the tree as YAML, and which settings were typed; `--config` on it gives the same tree
+    again.
 
     A parsed config has no secrets. Leaves out the local rank, which belongs to a process and not
     to a run, and what the columns of the data decide again where nobody typed it.
@@ -454,6 +473,7 @@ def save_resolved(config: CommandConfig, path: Path) -> None:
     left_out = {"local_rank", *(path for path in RECOGNISED if not is_given(config, path))}
     paths = (option.path for option in walk(type(config)) if option.path not in left_out)
     values = {path: value_at(config, path) for path in paths}
+    values[TYPED] = [path for path in values if is_given(config, path)]
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
@@ -461,7 +481,8 @@ def save_resolved(config: CommandConfig, path: Path) -> None:
 
 def read_resolved(path: Path) -> dict[str, Any]:
     """Return the settings that `save_resolved` wrote, by dotted path."""
-    return dict(leaves(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    found = dict(leaves(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    return {name: value for name, value in found.items() if name != TYPED}
 
 
 def settings_of(config: CommandConfig) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.distributed.spawn import run_ranks
-from tests.tiny import make_model, make_reward_model, read_jsonl, write_jsonl
+from tests.tiny import CHAT_TEMPLATE, make_model, make_reward_model, read_jsonl, write_jsonl
 
 NUM_PROMPTS = 11  # odd: one of two ranks has one more
 GREEDY = "--greedy_sampling --max_new_tokens 12 --prompt_max_len 64 --micro_batch_size 3"
@@ -549,3 +549,21 @@ def test_in_a_dialogue_the_last_user_message_is_wrapped():
     found = wrap_input(messages, "{input}!")
     assert [message["content"] for message in found] == ["hi", "yes?", "bye!"]
     assert messages[2]["content"] == "bye"
+
+
+def test_what_is_scored_and_not_written_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
+    thought = {**turns[1], "reasoning_content": "1+2"}
+    write_jsonl(folder / "thought.jsonl", [{"messages": [turns[0], thought]}])
+    mark = "{% generation %}"
+    template = CHAT_TEMPLATE.replace(mark, mark + "{{ message.reasoning_content }}")
+    (folder / "thinking.jinja").write_text(template)
+    paths = {"pretrain": "reward", "dataset": "thought.jsonl", "output_path": "thought-rm.jsonl"}
+    flags = f"--tokenizer_chat_template {folder / 'thinking.jinja'}"
+    run_batch_inference(config_of(folder, "rm", flags, **paths))
+    [row] = read_jsonl(folder / "thought-rm.jsonl")
+    assert row["output"] == "3"
+    said = "'reasoning_content' of answers are scored, and not written: `output` is their text"
+    assert said in " ".join(capsys.readouterr().err.split())

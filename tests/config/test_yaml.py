@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from openrlhf.config.base import value_at
+from openrlhf.config.base import is_given, value_at, walk
 from openrlhf.config.cli import parse_config, save_resolved
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import PRMConfig, SFTConfig
+from openrlhf.config.supervised import KDConfig, PRMConfig, SFTConfig
 from openrlhf.errors import ConfigError
 
 
@@ -126,7 +126,23 @@ def test_a_written_config_reads_back_as_the_same_tree(tmp_path, config_class, li
     parsed = parse_config(config_class, ["--config", str(tmp_path / "run" / "config.yaml")])
     assert parsed.config == config
     assert parsed.config.model_dump() == config.model_dump()
-    assert parsed.notices == []
+    assert [is_given(parsed.config, o.path) for o in walk(config_class)] == [
+        is_given(config, o.path) for o in walk(config_class)
+    ]
+
+
+def test_what_followed_from_the_rest_follows_again_from_a_written_config(tmp_path):
+    needs = "--pretrain m --teacher_model t --dataset d --input_key q"
+    file = tmp_path / "config.yaml"
+    save_resolved(parse_config(KDConfig, needs.split()).config, file)
+    kd = parse_config(KDConfig, ["--config", str(file), "--kd_on_policy"]).config.kd
+    assert (kd.coef, kd.divergence) == (1.0, "reverse")
+    file.write_text(file.read_text().replace("coef: 0.4", "coef: 0.7"))  # by hand
+    kd = parse_config(KDConfig, ["--config", str(file), "--kd_on_policy"]).config.kd
+    assert (kd.coef, kd.divergence) == (0.7, "reverse")
+    save_resolved(parse_config(SFTConfig, ["--pretrain", "m", "--dataset", "d"]).config, file)
+    [problem] = problems(["--config", str(file), "--lora_alpha", "64"])
+    assert problem.startswith("settings of LoRA without --lora_rank")
 
 
 def test_switches_of_flags_that_may_stand_alone(tmp_path):
