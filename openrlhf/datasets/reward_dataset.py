@@ -216,7 +216,7 @@ def _prompt_of(messages: Sequence[Message]) -> list[tuple[str, str]]:
 
 
 def _words_of(message: Message) -> tuple[object, ...]:
-    """Return what a message says, without keys such as ids."""
+    """Return the words of a message and who says them, without keys such as ids."""
     said = ("tool_calls", *REASONING)
     return (*_prompt_of([{**message, "role": "user"}]), message["role"], *map(message.get, said))
 
