@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from openrlhf.config.base import Base, CommandConfig, is_given, option, switch, value_at
 
@@ -302,9 +302,15 @@ class CheckpointConfig(RunFolderConfig):
         "Upload the trained model to this repository of the Hugging Face hub: org/name.",
         "push_to_hub",
         "hub_model_id",
-        pattern=r"^[^/\s]+/[^/\s]+$",
         forms="org/name",
     )
+
+    @field_validator("push_to_hub")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if (name or "").lower() in ("true", "yes", "on", "1"):  # as TRL's switch has it
+            raise ValueError
+        return name
 
     @property
     def names_best(self) -> bool:

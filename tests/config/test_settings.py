@@ -125,6 +125,7 @@ PPO_TREES = [
     ("--use_wandb yes", "logger.wandb.key", "true"),
     ("--save_best off", "ckpt.best_metric_key", "none"),
     ("--push_to_hub False", "ckpt.push_to_hub", None),
+    ("--hub_model_id my-model", "ckpt.push_to_hub", "my-model"),
     ("--eval_dataset false", "eval.dataset", None),
     # Numbers: negative, scientific, lists.
     ("--train-batch-size 16", "train.batch_size", 16),

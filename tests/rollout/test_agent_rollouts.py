@@ -208,7 +208,7 @@ def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
     assert sum(step.num_tokens for step in steps) == len(experience.rollout_logprobs)
     for step in steps:
         ids = experience.episode_ids[step.samples.sample_indices].tolist()
-        assert all(ids.count(i) == len(experience.episodes[i]) for i in ids)
+        assert all(ids.count(i) == len(experience.samples_of([i])) for i in ids)
 
 
 def test_the_overlong_penalty_sees_the_whole_episode(tmp_path, tiny_tokenizer):
