@@ -19,6 +19,7 @@ from openrlhf.distributed.weights import hf_model_of
 from openrlhf.models.support import num_positions
 from openrlhf.trainer.base_trainer import Inputs, Samples, add_means
 from openrlhf.trainer.preference import PreferenceBatch, ReferencedTrainer, evaluating
+from openrlhf.utils.console import warn_once
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 
@@ -130,4 +131,9 @@ def mismatched_pairs(
         mask = torch.cat([prompt.loss_mask[first], other.loss_mask[last]])[:max_len]
         if mask.any():
             pairs.append(UnpairedExample(token_ids, mask, other.is_desirable))
+    if not pairs:
+        warn_once(
+            f"a batch of {len(rows)} row(s) has no two prompts to tell the KL from, so its "
+            "reference point is 0. Type another --train_batch_size, or mix the rows."
+        )
     return pairs

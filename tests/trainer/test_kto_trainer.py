@@ -37,11 +37,16 @@ def test_a_mismatched_pair_may_be_longer_than_any_row_of_its_batch() -> None:
     assert [pair.loss_mask.int().tolist() for pair in pairs] == [[0, 0, 0, 1, 1], [0, 1]]
 
 
-def test_a_mismatched_pair_has_the_response_to_another_prompt() -> None:
+def test_a_mismatched_pair_has_the_response_to_another_prompt(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = [example([1], [2]), example([1], [3]), example([4], [5]), example([4], [6])]
     pairs = [pair.token_ids.tolist() for pair in pairs_of(*rows)]
     assert pairs == [[1, 5], [1, 5], [4, 2], [4, 2]]
+    assert not capsys.readouterr().err
     assert pairs_of(*rows[:2]) == []
+    said = " ".join(capsys.readouterr().err.split())
+    assert "a batch of 2 row(s) has no two prompts to tell the KL from, so its reference" in said
 
 
 def test_a_pair_without_room_for_a_response_does_not_count() -> None:
