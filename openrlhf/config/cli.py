@@ -385,8 +385,9 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
         if bare is None:
             raise ConfigError(f"{source} stands without a value. Type a value after it.")
         return bare
-    nothing = [["none"], ["null"], *([["false"]] if str in option.kinds else [])]
-    if NoneType in option.kinds and not option.bare and [w.lower() for w in words] in nothing:
+    word, plain = words[0], words[0].lower()
+    nothing = (*NO, "false") if str in option.kinds else NO
+    if NoneType in option.kinds and not option.bare and len(words) == 1 and plain in nothing:
         return None
     if option.members:
         parts = [word.split(",") if option.splits else [word] for word in words]
@@ -399,7 +400,6 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
         if option.opens in LISTS:
             remedy = "Type commas between several, and quotes around a text with spaces"
         raise ConfigError(f"{source} takes one value: {seen}. {remedy}.")
-    word, plain = words[0], words[0].lower()
     if option.bare and (switched := SWITCH_WORDS.get(plain, "false" if plain in NO else "")):
         off = None if NoneType in option.kinds else "none"
         return bare if switched == "true" else off

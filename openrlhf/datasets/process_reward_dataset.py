@@ -58,16 +58,17 @@ class ProcessRewardDataset(TokenizedDataset):
         those.
         """
         found = columns_of(rows, form)
-        for name in (form.label_key, "label", "labels"):
-            refuse_classes(rows, name)
         is_usual = form.input_key in (None, "input") and "input" not in found
         if is_usual and set(STEPWISE_COLUMNS) <= set(found):
-            return STEPWISE_COLUMNS
-        return pick_columns(
-            found,
-            (form.input_key, ("input", "text"), "--input_key"),
-            (form.label_key, ("label", "labels"), "--label_key"),
-        )
+            columns = STEPWISE_COLUMNS
+        else:
+            columns = pick_columns(
+                found,
+                (form.input_key, ("input", "text"), "--input_key"),
+                (form.label_key, ("label", "labels"), "--label_key"),
+            )
+        refuse_classes(rows, columns[-1])
+        return columns
 
     def _settle(self) -> None:
         form, tokenizer = self._format, self._encoder.tokenizer

@@ -104,11 +104,12 @@ class PreferenceDataset(TokenizedDataset):
         form, names = self._format, self._columns
         prompt = names[0] if len(names) > 2 else None
         is_chat = self._uses_chat_template(names)
-        num_held, num_rows = self._num_holding_prompt(names) if prompt else (0, 0)
+        is_asked = prompt and not form.prompt_key
+        num_held, num_rows = self._num_holding_prompt(names) if is_asked else (0, -1)
         if 0 < num_held < num_rows and not is_chat:
             told = f"both answers of {num_held} of {num_rows} rows begin with their prompt, "
             self.notices.append(Caution(f"{told}and it is put before them again"))
-        elif prompt and not form.prompt_key and num_held == num_rows:
+        elif num_held == num_rows:
             held = "both answers of every row hold their prompt"
             if is_chat:
                 told = f"{held}, and the chat template puts column '{prompt}' before them, too. "
@@ -127,9 +128,13 @@ class PreferenceDataset(TokenizedDataset):
         """Return the number of rows whose responses are texts that begin with their prompt, and of
         all that are no damaged records.
         """
-        rows = [row for row in zip(*map(self._values, names), strict=True) if any(row)]
-        held = [row for row in rows if row[0] and all(isinstance(text, str) for text in row)]
-        return sum(all(a.startswith(row[0]) for a in row[1:]) for row in held), len(rows)
+        num_held = num_rows = 0
+        for row in zip(*map(self._values, names), strict=True):
+            prompt, *answers = row
+            is_text = bool(prompt) and all(isinstance(text, str) for text in row)
+            num_held += is_text and all(answer.startswith(prompt) for answer in answers)
+            num_rows += any(row)
+        return num_held, num_rows
 
     def _values(self, name: str) -> Iterable[object]:
         rows = self._rows
