@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.faults import ENGINE, STOP
 from tests.helpers.lost_nodes import NUM_STEPS, PLAN
 from tests.integration.commands import SMALL, argv, run_command, steps_of
 
@@ -42,7 +43,12 @@ def test_a_run_goes_on_where_the_node_of_its_engine_or_of_a_model_is_lost(
     # Every sample was the policy's of its step: else its log-probs would be others.
     assert all(step["vllm_kl"] < 1e-6 for step in steps if "vllm_kl" in step)
     assert found["outcomes"]["trained"] == 4 * NUM_STEPS and not found["pending"]
-    assert {*map(int, found["seconds"])} == PLAN.keys()
+    of_engines = [step for step, (title, _, _) in PLAN.items() if title == ENGINE]
+    assert said.count("is up again, ") == len(of_engines)
+    # A stopped raylet leaves its engine at work; Ray calls the node dead at the next loss.
+    unfelt = {step for step in of_engines if PLAN[step][2] is STOP}
+    assert {*map(int, found["seconds"])} == PLAN.keys() - unfelt
     with capsys.disabled():
-        for step, (title, phase, how) in PLAN.items():
-            print(f"node of {title}, {how.name} in {phase}: {found['seconds'][str(step)]:.1f} s")
+        for step, seconds in found["seconds"].items():
+            title, phase, how = PLAN[int(step)]
+            print(f"node of {title}, {how.name} in {phase}: {seconds:.1f} s")
