@@ -275,7 +275,7 @@ class Reading(Generic[ConfigT]):
             off += [(typed, option, tuple(meanings.values())) for option, meanings in unnamed]
             paths = frozenset(option.path for option, _ in targets)
             first, before = said.setdefault(paths, (typed, found))
-            if any(str(raw) != str(before.get(path, raw)) for path, raw in found.items()):
+            if any(_as_read(raw) != _as_read(before.get(path, raw)) for path, raw in found.items()):
                 both = f"{typed} contradicts {first}: both set {', '.join(sorted(paths))}"
                 self.problems.append(f"{both}. Leave one of them out.")
             self.values |= found
@@ -294,7 +294,7 @@ class Reading(Generic[ConfigT]):
             is_on = path in self.values and (option.bare or self.values[path] in meant)
             if is_on and path not in own:
                 del self.values[path]
-            elif is_on and typed.endswith(("false", "none")):
+            elif is_on and _says_off(typed.split()[-1]):
                 flag = self.sources[path]
                 both = f"{typed} contradicts {flag}: both set {path}"
                 self.problems.append(f"{both}. Leave one of them out.")
@@ -424,6 +424,18 @@ def _translated(source: str, words: Sequence[str], targets: Targets) -> dict[str
             if plain in (meanings or {}):
                 found[option.path] = (meanings or {})[plain]
     return found
+
+
+def _says_off(word: str) -> bool:
+    return SWITCH_WORDS.get(word.lower(), word.lower()) in ("false", "none")
+
+
+def _as_read(raw: object) -> object:
+    """Return what is compared with the same setting under another name: 1e-6 is 0.000001."""
+    try:
+        return float(str(raw))
+    except ValueError:
+        return str(raw)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

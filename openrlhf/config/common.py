@@ -633,7 +633,9 @@ class TrainingRunConfig(RunConfig):
 
     def without_effect(self) -> Iterator[tuple[str, str, str, bool]]:
         """Yield settings that others switch off: flag, path, the reason, and whether it is so."""
-        yield "--eval_steps", "eval.steps", "without --eval_dataset", not self.eval.dataset
+        for name in ("steps", "temperature", "n_samples_per_prompt", "split"):
+            flag = f"--eval_{name}"
+            yield flag, f"eval.{name}", "without --eval_dataset", not self.eval.dataset
         yield "--save_hf_ckpt", "ckpt.save_hf", "without --save_steps", self.ckpt.save_steps <= 0
         is_counted = not self.train.dynamic_batch_enable
         budget = "train.max_tokens_per_gpu"

@@ -635,7 +635,9 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
             yield flag, path, "without --enable_vllm_is_correction", is_uncorrected
         is_unfiltered = not self.algo.dynamic_filtering_enable
         filtered, of_reward = "algo.dynamic_filtering_range", self.reward
+        is_counted, tokens = not self.train.dynamic_batch_enable, "rollout_max_tokens_per_gpu"
         rows = [
+            (tokens, "rollout.max_tokens_per_gpu", "use_dynamic_batch", is_counted),
             ("dynamic_filtering_reward_range", filtered, "dynamic_filtering", is_unfiltered),
             ("ptx_coef", "actor.ptx_coef", "pretrain_data", not self.data.pretrain_dataset),
             ("kl_horizon", "algo.kl.horizon", "kl_target", self.algo.kl.target is None),
@@ -654,3 +656,9 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         ]
         for name, path, other, is_so in rows:
             yield f"--{name}", path, f"without --{other}", is_so
+        models = ("--normalize_reward", "reward.normalize_enable", "without --reward_pretrain")
+        yield *models, not self.reward.model_paths
+        is_apart, where = not self.engines_share_devices, "without --colocate_all_models"
+        if self.train.async_enable:
+            where = "with --async_train, whose engines have devices of their own"
+        yield "--vllm_enable_sleep", "vllm.enable_sleep", where, is_apart

@@ -329,6 +329,26 @@ def test_a_setting_that_others_switch_off_is_named():
         ),
         (PPOConfig, "--ptx_coef 0.1", "--ptx_coef has no effect without --pretrain_data."),
         (
+            PPOConfig,
+            "--rollout_max_tokens_per_gpu 9000",
+            "--rollout_max_tokens_per_gpu has no effect without --use_dynamic_batch.",
+        ),
+        (
+            PPOConfig,
+            "--normalize_reward",
+            "--normalize_reward has no effect without --reward_pretrain.",
+        ),
+        (
+            PPOConfig,
+            "--vllm_enable_sleep",
+            "--vllm_enable_sleep has no effect without --colocate_all_models.",
+        ),
+        (
+            PPOConfig,
+            "--eval_temperature 0",
+            "--eval_temperature has no effect without --eval_dataset.",
+        ),
+        (
             KDConfig,
             "--temperature 2",
             "--temperature has no effect without --kd_on_policy: the student answers nothing.",

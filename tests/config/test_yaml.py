@@ -65,10 +65,17 @@ def test_a_flag_switches_off_what_the_file_has_switched_on(tmp_path, flag, name,
     assert value_at(config, name) == left
 
 
-def test_bf16_is_not_off_and_on_at_once():
-    line = "--pretrain m --dataset d --bf16 false --ds.param_dtype bf16"
+@pytest.mark.parametrize("word", ["false", "0", "Off"])
+def test_bf16_is_not_off_and_on_at_once(word):
+    line = f"--pretrain m --dataset d --bf16 {word} --ds.param_dtype bf16"
     [problem] = problems(line.split())
-    assert problem.startswith("--bf16 false contradicts --ds.param_dtype: both set ds.param_dtype")
+    said = f"--bf16 {word} contradicts --ds.param_dtype: both set ds.param_dtype"
+    assert problem.startswith(said)
+
+
+def test_a_number_may_be_written_in_two_ways():
+    line = "--pretrain m --dataset d --learning_rate 1e-6 --adam.lr 0.000001"
+    assert parse_config(SFTConfig, line.split()).config.adam.lr == 1e-6
 
 
 def test_a_flat_key_for_several_models_yields_to_a_flag_for_one(tmp_path):
@@ -121,6 +128,7 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path, text, reason):
     ],
 )
 def test_a_written_config_reads_back_as_the_same_tree(tmp_path, config_class, line):
+    line = f"{line} --output_dir out"  # it is named after the second otherwise
     config = parse_config(config_class, line.replace("--no_such", "").split()).config
     save_resolved(config, tmp_path / "run" / "config.yaml")
     parsed = parse_config(config_class, ["--config", str(tmp_path / "run" / "config.yaml")])
