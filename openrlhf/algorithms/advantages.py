@@ -19,19 +19,19 @@ from openrlhf.algorithms.tokens import last_action_index, pad_flat, unpad
 
 def penalise_overlong(
     rewards_B: Tensor,
-    response_lengths_B: Tensor,
+    lengths_B: Tensor,
     *,
-    max_new_tokens: int,
+    max_tokens: int,
     buffer_len: float,
     penalty_factor: float = 1.0,
 ) -> Tensor:
     """Take off up to `penalty_factor`, linearly over the last `buffer_len` tokens allowed, (B,).
 
-    e = min(length - (max_new_tokens - buffer_len), buffer_len); where e > 0,
+    e = min(length - (max_tokens - buffer_len), buffer_len); where e > 0,
     r - e / buffer_len * penalty_factor (DAPO, arXiv 2503.14476).
     """
-    assert rewards_B.shape == response_lengths_B.shape, "one length per reward is needed"
-    excess_B = response_lengths_B - (max_new_tokens - buffer_len)
+    assert rewards_B.shape == lengths_B.shape, "one length per reward is needed"
+    excess_B = lengths_B - (max_tokens - buffer_len)
     return rewards_B - excess_B.clamp(0, buffer_len) / buffer_len * penalty_factor
 
 

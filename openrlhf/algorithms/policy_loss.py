@@ -139,10 +139,12 @@ def _clipped_surrogate(
     free_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(1 - clip.low, 1 + clip.high) * advantages_N
     surrogate_N = torch.minimum(free_N, clipped_N)
-    if clip.dual is not None:
-        floor_N = torch.maximum(surrogate_N, clip.dual * advantages_N)
-        surrogate_N = torch.where(advantages_N < 0, floor_N, surrogate_N)
     is_clipped_N = clipped_N.detach() < free_N.detach()
+    if clip.dual is not None:
+        floor_N = clip.dual * advantages_N
+        is_below_N = (advantages_N < 0) & (surrogate_N.detach() < floor_N)
+        surrogate_N = torch.where(is_below_N, floor_N, surrogate_N)
+        is_clipped_N = is_clipped_N | is_below_N
     return PolicyLossTerms(-surrogate_N, ratio_N.detach(), is_clipped_N, token_log_ratio_N)
 
 

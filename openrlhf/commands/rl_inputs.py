@@ -5,12 +5,13 @@ Everything a user can get wrong in data, paths and reward code is found here, be
 loaded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.config.base import Caution
 from openrlhf.config.generation import GenerationRunConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.command_data import EVALUATION, PRETRAIN, TRAINING, DataSet, ppo_data
@@ -104,6 +105,7 @@ def gather_inputs(
             ),
             updates=planned_updates(config, len(inputs.prompts)),
         )
+        say_notices(schedule_notices(config, inputs.updates))
         with gathered:
             inputs = replace(inputs, pass_rate=pass_rate(config, inputs.eval_prompts))
     return with_rewards(config, inputs, gathered, reward_source)
@@ -209,10 +211,11 @@ def with_rewards(
 
 def planned_updates(config: PPOConfig, num_prompts: int) -> list[int]:
     """Return the number of updates of every step, for `num_prompts` prompts an episode: a step has
-    fewer at the end of an episode, or only at the very end where generation runs ahead.
+    fewer at the end of an episode, or only at the very end where generation runs ahead or prompts
+    are replaced. There are fewer steps where more are replaced.
     """
     size, num_episodes = config.rollout.batch_size, config.train.num_episodes
-    if config.train.async_enable:
+    if config.train.async_enable or config.algo.dynamic_filtering_enable:
         num_prompts, num_episodes = num_prompts * num_episodes, 1
     sizes = [min(size, num_prompts - start) for start in range(0, num_prompts, size)]
     samples, train = config.rollout.n_samples_per_prompt, config.train
@@ -220,6 +223,20 @@ def planned_updates(config: PPOConfig, num_prompts: int) -> list[int]:
         num_updates_per_rollout(n * samples, train.batch_size, train.max_epochs)
         for n in sizes * num_episodes
     ]
+
+
+def schedule_notices(config: PPOConfig, updates: Sequence[int]) -> Iterator[str]:
+    """Yield lines about steps that train no policy, and rates of learning that are not reached."""
+    num_frozen, num_steps = config.critic.freezing_steps, len(updates)
+    if config.has_critic and num_frozen >= num_steps:
+        yield Caution(
+            f"--freezing_actor_steps {num_frozen} of {num_steps} steps: the policy is not trained."
+        )
+    if config.algo.dynamic_filtering_enable and "constant" not in config.actor.lr_scheduler:
+        yield (
+            f"--dynamic_filtering: at most {num_steps} steps, over which the learning rate falls. "
+            "A run that replaces prompts has fewer, and ends at a higher rate."
+        )
 
 
 def check_runs_without_ray(config: PPOConfig) -> None:

@@ -280,8 +280,9 @@ def init_models(
 
     Roles that share devices load one after another, the others at the same time.
     """
+    num_frozen = max(config.critic.freezing_steps, 0) if config.has_critic else 0
     args: dict[str, tuple[object, ...]] = {
-        "actor": (max(sum(updates[max(config.critic.freezing_steps, 0) :]), 1),),
+        "actor": (max(sum(updates[num_frozen:]), 1),),
         "critic": (sum(updates),),
         **{role: (path,) for role, path in config.reward_roles.items()},
     }
@@ -396,7 +397,9 @@ def banner_sections(
         width, num_engines = config.vllm.tensor_parallel_size, demands["vllm"].num_ranks
         engines = f"{num_engines} x vLLM of {width} device(s) each"
         models["generation"] = engines + pools["vllm"]
-    num_drawn = min(rollout.batch_size, num_prompts)
+    replaces = config.algo.dynamic_filtering_enable
+    num_all = num_prompts * (train.num_episodes if replaces or train.async_enable else 1)
+    num_drawn = min(rollout.batch_size, num_all)
     num_samples = num_drawn * rollout.n_samples_per_prompt
     left = num_samples % train.batch_size if num_samples > train.batch_size else 0
     run = {
@@ -408,7 +411,8 @@ def banner_sections(
         f"{num_samples}; {max(updates)} update(s) of "
         f"{min(train.batch_size, num_samples)} samples a step"
         + (f", the last of {left}" if left else ""),
-        "steps": f"{len(updates)} ({num_prompts} prompts x {train.num_episodes} episode(s))",
+        "steps": f"{'at most ' if replaces else ''}{len(updates)} "
+        f"({num_prompts} prompts x {train.num_episodes} episode(s))",
         "evaluation": "none"
         if held_out is None
         else f"{len(held_out)} prompts x {inputs.eval_sampling.num_samples} samples",

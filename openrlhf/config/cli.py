@@ -431,7 +431,7 @@ def _says_off(word: str) -> bool:
 
 
 def _as_read(raw: object) -> object:
-    """Return what is compared with the same setting under another name: 1e-6 is 0.000001."""
+    """Return a value in the form in which two names of a setting are compared: 1e-6 is 0.000001."""
     try:
         return float(str(raw))
     except ValueError:

@@ -212,7 +212,10 @@ class AdvantageConfig(Base):
     @property
     def clamps_survivors(self) -> bool:
         """Return True if a mask also limits the weights of what it lets pass."""
-        is_preset = self.is_correction_type == "seq-mask-tis" and self.is_correction_level is None
+        of_type = (None, IS_CORRECTION_TYPES["seq-mask-tis"][0])
+        is_preset = (
+            self.is_correction_type == "seq-mask-tis" and self.is_correction_level in of_type
+        )
         return self.is_correction_clamp_survivors or is_preset
 
     @field_validator("is_correction_threshold", mode="before")
@@ -235,9 +238,13 @@ class AdvantageConfig(Base):
             (of_mode, of_gating, only_masks and has_gating),
             (of_gating, of_level, is_on and has_gating and level not in ("token", "seq")),
         )
-        if has_gating and not self.is_corrected:
-            remedy = f"Add it, or leave {of_gating} out."
-            yield f"{of_gating} needs --enable_vllm_is_correction. {remedy}"
+        for flag, is_set in (
+            (of_gating, has_gating),
+            (of_level, level in ("sequence", "geometric")),
+        ):
+            if is_set and not self.is_corrected:
+                remedy = f"Add it, or leave {flag} out."
+                yield f"{flag} needs --enable_vllm_is_correction. {remedy}"
         if has_gating and low > 0:
             yield (
                 f"{of_gating} has an upper bound alone: --is_correction_threshold {low:g} {high:g}."
@@ -436,6 +443,11 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         return self.train.colocate_all and not self.train.async_enable
 
     @property
+    def max_penalised_len(self) -> int:
+        """Return the tokens of a response, or of an agent's whole episode, at which it is cut."""
+        return self.total_len if self.train.agent_func_path else self.rollout.max_new_tokens
+
+    @property
     def num_exported(self) -> int:
         return 2 if self.train.enable_ema else 1
 
@@ -500,18 +512,25 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         estimator, gamma = self.algo.advantage.estimator, self.algo.advantage.gamma
         prompts, group = self.rollout.batch_size, self.rollout.n_samples_per_prompt
         batch_size, num_samples = self.train.batch_size, prompts * group
-        buffer_len, max_len = self.reward.overlong_buffer_len, self.rollout.max_new_tokens
+        buffer_len, max_len = self.reward.overlong_buffer_len, self.max_penalised_len
         if estimator in GROUP_ESTIMATORS and group == 1:
             yield (
                 f"--advantage_estimator {estimator} compares the samples of a prompt, and "
                 f"--n_samples_per_prompt is 1. Type --n_samples_per_prompt {DEFAULT_GROUP_SIZE} "
                 "(or any number above 1)."
             )
+        elif self.algo.dynamic_filtering_enable and group == 1:
+            yield (
+                "--dynamic_filtering replaces prompts whose samples have equal scores, and "
+                "--n_samples_per_prompt is 1. Type --n_samples_per_prompt "
+                f"{DEFAULT_GROUP_SIZE} (or any number above 1)."
+            )
         if estimator not in DISCOUNTING_ESTIMATORS and gamma != 1:
             yield f"--advantage_estimator {estimator} needs --gamma 1: {gamma}. Type --gamma 1."
+        limit = "--max_len" if self.train.agent_func_path else "--generate_max_len"
         if buffer_len is not None and buffer_len > max_len:
             yield (
-                f"--overlong_buffer_len {buffer_len:g} is more than --generate_max_len {max_len}, "
+                f"--overlong_buffer_len {buffer_len:g} is more than {limit} {max_len}, "
                 f"so every response is penalised. Type --overlong_buffer_len {max_len // 4 or 1}."
             )
         if batch_size > num_samples:
@@ -559,13 +578,18 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         if self.has_group_estimator and not is_given(self, "rollout.n_samples_per_prompt"):
             group = self.rollout.n_samples_per_prompt
             yield f"--advantage_estimator {advantage.estimator}: {group} samples of each prompt."
-        is_biased = kl.use_loss == (kl.estimator == "k1") and not kl.unbiased_gradient
+        is_mended = kl.use_loss and kl.unbiased_gradient
+        is_biased = kl.use_loss == (kl.estimator == "k1") and not is_mended
         if kl.init_coef > 0 and is_biased:
             how, better = ("with", "k2 or k3") if kl.use_loss else ("without", "k1")
             yield Caution(
                 f"--kl_estimator {kl.estimator} {how} --use_kl_loss gives a wrong gradient "
                 f"of the KL. Type --kl_estimator {better}."
             )
+        is_tis = advantage.is_correction_type == "tis"  # the default, which is not named otherwise
+        is_unread = is_tis and not advantage.is_corrected
+        if is_unread and is_given(self, "algo.advantage.is_correction_type"):
+            yield "--is_correction_type has no effect without --enable_vllm_is_correction."
         if self.rollout.top_p < 1:
             yield Caution(
                 f"--top_p {self.rollout.top_p:g}: samples leave out tokens that the log-probs of "
@@ -575,6 +599,13 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
             yield Caution(
                 f"--policy_loss_type gspo with --eps_clip {self.actor.eps_clip:g}: ratios of whole "
                 "sequences are never so far from 1. Type --eps_clip_low_high 3e-4 4e-4."
+            )
+        size = self.rollout.vllm_generate_batch_size or 0
+        most = (self.train.async_queue_size + 1) * self.rollout.batch_size
+        if self.train.async_enable and size > most:
+            yield (
+                f"--vllm_generate_batch_size {size}: at most {most} prompts are generated at once, "
+                "(--async_queue_size + 1) x --rollout_batch_size, so that no sample is too old."
             )
         if self.train.async_enable and not advantage.is_corrected:
             yield (
@@ -608,7 +639,13 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         for flag, path in of_critic.items():
             no_critic = f"with --advantage_estimator {estimator}, which has no critic"
             yield flag, path, no_critic, not self.has_critic
-        for flag, name in (("--kl_target", "target"), ("--use_kl_loss", "use_loss")):
+        of_kl = {
+            "--kl_target": "target",
+            "--use_kl_loss": "use_loss",
+            "--kl_estimator": "estimator",
+            "--kl_unbiased_gradient": "unbiased_gradient",
+        }
+        for flag, name in of_kl.items():
             reason = f"with --init_kl_coef {kl.init_coef:g}, which leaves the reference out"
             yield flag, f"algo.kl.{name}", reason, not self.has_reference
         yield (
@@ -636,7 +673,17 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         is_unfiltered = not self.algo.dynamic_filtering_enable
         filtered, of_reward = "algo.dynamic_filtering_range", self.reward
         is_counted, tokens = not self.train.dynamic_batch_enable, "rollout_max_tokens_per_gpu"
+        loses_none = is_uncorrected or self.algo.advantage.correction_level_and_mode[1] != "mask"
+        clamp = "is_correction_clamp_survivors"
+        yield f"--{clamp}", f"{advantage}.{clamp}", "without --is_correction_mode mask", loses_none
         rows = [
+            ("ema_beta", "train.ema_beta", "enable_ema", not self.train.enable_ema),
+            (
+                "dynamic_filtering_max_empty",
+                "algo.dynamic_filtering_max_empty",
+                "dynamic_filtering",
+                is_unfiltered,
+            ),
             (tokens, "rollout.max_tokens_per_gpu", "use_dynamic_batch", is_counted),
             ("dynamic_filtering_reward_range", filtered, "dynamic_filtering", is_unfiltered),
             ("ptx_coef", "actor.ptx_coef", "pretrain_data", not self.data.pretrain_dataset),

@@ -287,13 +287,19 @@ def write_groups(folder: Path, groups: Sequence[SavedGroup], sampling: SamplingS
 def read_groups(
     folder: Path, prompts: PromptDataset, sampling: SamplingSettings
 ) -> list[SavedGroup]:
-    """Return the groups that `write_groups` wrote; none where samples are made in another
-    way now.
+    """Return the groups that `write_groups` wrote; none, which is said, where samples are made in
+    another way now.
     """
     path = folder / GROUPS
     written, kept = torch.load(path, weights_only=True) if path.exists() else (None, [])
-    groups = []
-    for key, age, rollouts in kept if written == repr(sampling) else ():
+    groups: list[SavedGroup] = []
+    if kept and written != repr(sampling):
+        notice(
+            f"{len(kept)} prompts that were sampled ahead are generated again: samples are drawn "
+            "with other settings now"
+        )
+        return groups
+    for key, age, rollouts in kept:
         # A step gives it its group id.
         prompt = prompts[key[1]]
         shared, known = {"group_id": 0, **prompt.of_samples}, {i.sha256: i for i in prompt.images}

@@ -636,6 +636,10 @@ class PPOTrainer:
                 "Check temperature, dtype and attention on both sides."
             )
 
+    def generation_s(self, metrics: Metrics) -> float:
+        """Return the seconds in which the tokens that the step's metrics count were generated."""
+        return metrics["timing/step_total"]
+
     def report(
         self,
         global_step: int,
@@ -646,6 +650,9 @@ class PPOTrainer:
         """Print hints and samples, which lie in `file`; every `--logging_steps` the line and the
         log of all steps since.
         """
+        seconds = self.generation_s(metrics)
+        speed = metrics["num_generated_tokens"] / seconds
+        metrics.add("tokens_per_s", speed, weight=seconds)
         self.state.note_step(metrics)
         if global_step % self.config.logger.logging_steps == 0:
             self.log(global_step)
@@ -691,8 +698,6 @@ class PPOTrainer:
         those of a step.
         """
         values = metrics.values()
-        values["tokens_per_s"] = values["num_generated_tokens"] / values["timing/step_total"]
-        values["kl_coef"] = self.state.kl_coef
         values["load_per_core"] = load_per_core()
         values["goodput"] = self.goodput
         times = {name: v / num_steps for name, v in values.items() if name.startswith("timing/")}

@@ -1,5 +1,6 @@
 """Asynchronous RL: the step of PPOTrainer on a bounded queue of samples, filled while it trains."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,8 +38,10 @@ class PPOTrainerAsync(PPOTrainer):
         )
         self.queue = RolloutQueue(self.sampler, self.maker, inputs.sampling, limits)
         self.state.sampler = self.queue
+        self._told_at = 0.0  # when a step was last reported
 
     def fit(self, lost: LostRankError | None = None) -> None:
+        self._told_at = time.monotonic()
         with self.queue:
             super().fit(lost)
             say_dropped(self.queue.take_failed(), self.inputs.prompts)
@@ -74,6 +77,14 @@ class PPOTrainerAsync(PPOTrainer):
         """
         with self.queue.syncing():
             super().broadcast_to_vllm()
+
+    def generation_s(self, metrics: Metrics) -> float:
+        """Return the seconds since the last step was reported: tokens are generated during
+        evaluations and saves, too.
+        """
+        now, before = time.monotonic(), self._told_at
+        self._told_at = now
+        return now - before
 
     def report(
         self,

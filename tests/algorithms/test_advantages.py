@@ -166,7 +166,7 @@ def test_the_flag_knows_which_estimators_learn_nothing_from_one_sample_a_prompt(
 def test_overlong_penalty_grows_linearly_over_the_buffer():
     lengths = torch.tensor([10, 80, 81, 90, 100, 130])
     found = penalise_overlong(
-        torch.ones(6), lengths, max_new_tokens=100, buffer_len=20, penalty_factor=2.0
+        torch.ones(6), lengths, max_tokens=100, buffer_len=20, penalty_factor=2.0
     )
     assert found.tolist() == pytest.approx([1.0, 1.0, 0.9, 0.0, -1.0, -1.0])
 

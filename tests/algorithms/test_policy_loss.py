@@ -51,6 +51,7 @@ def test_clipping_can_be_asymmetric():
 def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
     _, terms = ppo([10.0, 1.1, 0.5, 10.0], [-1.0, -1.0, -1.0, 1.0], dual=3.0)
     assert terms.loss_N.tolist() == pytest.approx([3.0, 1.1, 0.8, -1.2])
+    assert terms.is_clipped_N.tolist() == [True, False, True, True]  # those without a gradient
 
 
 def test_gspo_has_one_ratio_per_sequence():

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf.commands.rl_inputs import planned_updates
-from openrlhf.commands.train_rl import banner_sections, forwards_of, run_ppo_local, worker_classes
+from openrlhf.commands.rl_inputs import planned_updates, schedule_notices
+from openrlhf.commands.train_rl import (
+    banner_sections,
+    forwards_of,
+    init_models,
+    run_ppo_local,
+    worker_classes,
+)
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
@@ -209,3 +215,35 @@ def test_forwards_that_nobody_needs_are_not_made(flags: str, expected: dict[str,
     rollouts = [rollout([1], [2], reward=0.0), rollout([1], [3], reward=4.0)]
     experience_of(flags, rollouts, **groups)
     assert {role: len(group.asked) for role, group in groups.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_updates"),
+    [
+        ("--advantage_estimator rloo --freezing_actor_steps 4", 10),  # no critic that warms up
+        ("--advantage_estimator gae --freezing_actor_steps 4", 6),
+    ],
+)
+def test_the_rate_falls_over_the_updates_of_the_policy(flags: str, num_updates: int) -> None:
+    group: Any = FakeGroup()
+    config, phases = rl_config(BATCHES + flags), SimpleNamespace(put_away=lambda group: None)
+    init_models(config, {"actor": group}, [1] * 10, phases)  # type: ignore[arg-type]
+    assert group.model_args == (num_updates,)
+
+
+def test_every_update_after_the_first_has_old_log_probs_where_prompts_are_replaced() -> None:
+    flags = "--advantage_estimator group_norm --n_samples_per_prompt 2 --init_kl_coef 0 "
+    batches = "--rollout_batch_size 8 --train_batch_size 8 --num_episodes 6"
+    config, group = rl_config(f"{flags} {batches} --dynamic_filtering"), FakeGroup()
+    updates = planned_updates(config, 4)  # a step takes up prompts of the next episode
+    assert updates == [2, 2, 2]
+    assert list(forwards_of(config, {"actor": group}, max(updates))) == ["old_logprobs"]  # type: ignore[dict-item]
+    [said] = schedule_notices(config, updates)
+    assert said.startswith("--dynamic_filtering: at most 3 steps, over which the learning rate")
+
+
+def test_a_policy_that_is_never_trained_is_said() -> None:
+    config = rl_config(f"{BATCHES} --advantage_estimator gae --freezing_actor_steps 3")
+    assert list(schedule_notices(config, [1, 1, 1, 1])) == []
+    [said] = schedule_notices(config, [1, 1, 1])
+    assert said == "--freezing_actor_steps 3 of 3 steps: the policy is not trained."

@@ -35,6 +35,12 @@ PPO_PROBLEMS = [
      "1. Type --n_samples_per_prompt 8 (or any number above 1)."),
     ("--advantage_estimator dr_grpo --gamma 0.9",
      "--advantage_estimator dr_grpo needs --gamma 1: 0.9. Type --gamma 1."),
+    ("--is_correction_level geometric",
+     "--is_correction_level geometric needs --enable_vllm_is_correction. Add it, or leave "
+     "--is_correction_level geometric out."),
+    ("--dynamic_filtering",
+     "--dynamic_filtering replaces prompts whose samples have equal scores, and "
+     "--n_samples_per_prompt is 1. Type --n_samples_per_prompt 8 (or any number above 1)."),
     ("--overlong_buffer_len 2048 --generate_max_len 1024",
      "--overlong_buffer_len 2048 is more than --generate_max_len 1024, so every response is "
      "penalised. Type --overlong_buffer_len 256."),
@@ -332,6 +338,41 @@ def test_a_setting_that_others_switch_off_is_named():
             PPOConfig,
             "--rollout_max_tokens_per_gpu 9000",
             "--rollout_max_tokens_per_gpu has no effect without --use_dynamic_batch.",
+        ),
+        (
+            PPOConfig,
+            "--is_correction_type tis",
+            "--is_correction_type has no effect without --enable_vllm_is_correction.",
+        ),
+        (
+            PPOConfig,
+            "--enable_vllm_is_correction --is_correction_clamp_survivors",
+            "--is_correction_clamp_survivors has no effect without --is_correction_mode mask.",
+        ),
+        (
+            PPOConfig,
+            "--kl_unbiased_gradient --init_kl_coef 0",
+            "--kl_unbiased_gradient has no effect with --init_kl_coef 0, which leaves the "
+            "reference out.",
+        ),
+        (
+            PPOConfig,
+            "--kl_unbiased_gradient --kl_estimator k2",
+            "--kl_estimator k2 without --use_kl_loss gives a wrong gradient of the KL. Type "
+            "--kl_estimator k1.",
+        ),
+        (PPOConfig, "--ema_beta 0.9", "--ema_beta has no effect without --enable_ema."),
+        (
+            PPOConfig,
+            "--dynamic_filtering_max_empty 3",
+            "--dynamic_filtering_max_empty has no effect without --dynamic_filtering.",
+        ),
+        (
+            PPOConfig,
+            "--async_train --enable_vllm_is_correction --rollout_batch_size 128 "
+            "--vllm_generate_batch_size 512",
+            "--vllm_generate_batch_size 512: at most 256 prompts are generated at once, "
+            "(--async_queue_size + 1) x --rollout_batch_size, so that no sample is too old.",
         ),
         (
             PPOConfig,

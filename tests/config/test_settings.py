@@ -292,6 +292,8 @@ def test_steps_run_over_the_ends_of_episodes():
     assert planned_updates(config, num_prompts=6) == [1] * 5  # 4 + 4 + 4 + 4 + 2 prompts
     synchronous = parse(f"{line} --micro_rollout_batch_size 2").config
     assert len(planned_updates(synchronous, num_prompts=6)) == 6
+    filtered = parse(f"{line} --dynamic_filtering --n_samples_per_prompt 2").config
+    assert planned_updates(filtered, num_prompts=3) == [2, 2, 1]  # 4 + 4 + 1 prompts
 
 
 if __name__ == "__main__":

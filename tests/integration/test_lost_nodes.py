@@ -32,7 +32,7 @@ def test_a_run_goes_on_where_the_node_of_its_engine_or_of_a_model_is_lost(
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         env = inherited | CALLER | {"RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
         words = ("-m", "tests.helpers.lost_nodes", *argv("", sizes=flags, **given))
-        said = run_command(*words, timeout=1100, env=env)
+        said = run_command(*words, timeout=1800, env=env)
     [line] = [line for line in said.splitlines() if line.startswith('{"outcomes"')]
     found = json.loads(line)
     # Each loss counts once for its role: at most six times, of the policy.

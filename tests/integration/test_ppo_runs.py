@@ -139,8 +139,8 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_kept_for_a_replay
 def test_the_kl_coefficient_follows_the_measured_kl(ppo: Path) -> None:
     coef = 0.05
     for step, num_samples in zip(steps_of(ppo), (8, 8, 6), strict=True):
-        coef = adaptive_kl_coef(coef, step["kl"], target=0.01, horizon=50, num_samples=num_samples)
         assert step["kl_coef"] == pytest.approx(coef, rel=1e-9)
+        coef = adaptive_kl_coef(coef, step["kl"], target=0.01, horizon=50, num_samples=num_samples)
     assert coef != pytest.approx(0.05, rel=1e-3)
 
 

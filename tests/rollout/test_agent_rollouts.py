@@ -213,10 +213,16 @@ def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
 
 def test_the_overlong_penalty_sees_the_whole_episode(tmp_path, tiny_tokenizer):
     experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer)).laid_out()
-    sections = {"rollout": {"max_new_tokens": 8}, "reward": {"overlong_buffer_len": 4}}
+    sections = {
+        "rollout": {"max_new_tokens": 8},
+        "data": {"max_len": 11},
+        "reward": {"overlong_buffer_len": 4},
+        "train": {"agent_func_path": "agent.py"},
+    }
     config = PPOConfig.model_validate(sections)
     penalised = penalised_rewards(config, experience)
-    assert (experience.rewards - penalised).tolist() == [0.5] * 6  # 6 tokens: 2 of 4 over
+    # 9 tokens: 2 of the last 4; and parts of 6 and 8
+    assert (experience.rewards - penalised).tolist() == [0.5, 0.5, *[0.25] * 4]
 
 
 def test_feedback_has_no_advantage_and_no_kl(tmp_path, tiny_tokenizer):

@@ -230,6 +230,11 @@ def test_an_adapter_has_no_dropout_in_rl(tiny_model_dir: Path, tmp_path: Path) -
             "--is_correction_clamp_survivors",
             ("seq", "mask", 0.0, 0.05, "binary_kl", True),
         ),
+        (
+            "--enable_vllm_is_correction --is_correction_type seq-mask-tis "
+            "--is_correction_level seq",
+            ("seq", "mask", 0.5, 5.0, "ratio", True),
+        ),
     ],
 )
 def test_flags_are_the_correction(line: str, expected: tuple | None) -> None:
@@ -321,7 +326,7 @@ def test_the_average_of_the_weights_is_exported(
 
     expected = weight()
     for _ in range(2):  # two optimizer steps each
-        experience = replace(ragged_experience(16), old_logprobs=None)
+        experience = ragged_experience(16)
         [steps] = planned_shares(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
         for step in steps:
             actor.fit([step])

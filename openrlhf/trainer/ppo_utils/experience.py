@@ -160,6 +160,13 @@ class Experience(Samples):
         """Return the sampled tokens of the whole episode of every sample, (B,) int64."""
         return self.per_episode(self.num_actions)[self.episode_of[0]]
 
+    @property
+    def context_lengths(self) -> Tensor:
+        """Return the tokens of the longest sequence of the whole episode of every sample, (B,)."""
+        owner_B, first_E = self.episode_of
+        zeros_E = self.seq_lengths.new_zeros(len(first_E))
+        return zeros_E.scatter_reduce(0, owner_B, self.seq_lengths, "amax")[owner_B]
+
     def sample_means(self, column_N: Tensor) -> Tensor:
         """Return the mean over the sampled tokens of each sample, (B,); 0 for one without any. By
         numpy, which takes a third of the time of torch's own.

@@ -62,6 +62,7 @@ def make_experience(
         raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
     experience = replace(experience, advantages=found.advantages_N, returns=found.returns_N)
     metrics = experience_metrics(experience, kl_N)
+    metrics.add("kl_coef", kl_coef)
     if found.is_clipped_B.any():
         low, high = config.reward.clip_range
         warn_once(
@@ -100,13 +101,16 @@ def estimator_of(config: AdvantageConfig) -> AdvantageEstimator:
 
 
 def penalised_rewards(config: PPOConfig, experience: Experience) -> Tensor:
-    """Return the rewards (B,) with the length penalties."""
+    """Return the rewards (B,) with the length penalties. An agent's episode is held against the
+    room that prompt, turns and feedback share.
+    """
     rewards_B, reward = experience.rewards, config.reward
     if reward.overlong_buffer_len is not None:
+        is_agent = config.train.agent_func_path is not None
         rewards_B = penalise_overlong(
             rewards_B,
-            experience.response_lengths,
-            max_new_tokens=config.rollout.max_new_tokens,
+            experience.context_lengths if is_agent else experience.response_lengths,
+            max_tokens=config.max_penalised_len,
             buffer_len=reward.overlong_buffer_len,
             penalty_factor=reward.overlong_penalty_factor,
         )

@@ -133,6 +133,7 @@ class PolicyModelActor(TrainedWorker):
         config = self.config
         stats = self._stats(batch, with_entropy=config.actor.entropy_coef is not None)
         old_N = samples.old_logprobs
+        assert old_N is not None or step.num_steps == 1, "the old policy's log-probs are missing"
         if old_N is None or step.num_steps == 1:  # on-policy: they are the current ones, exactly
             old_N = stats.logprobs.detach()
         assert samples.advantages is not None
