@@ -52,7 +52,7 @@ from openrlhf.trainer.workers.critic_and_frozen import (
 from openrlhf.trainer.workers.model_worker import ModelWorker, TrainedWorker
 from openrlhf.trainer.workers.policy import PolicyModelActor
 from openrlhf.utils import stopping
-from openrlhf.utils.console import format_count, print_banner
+from openrlhf.utils.console import format_count, notice, print_banner
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.outcome import say_saved
 from openrlhf.utils.progress import progress, saying_what_is_awaited
@@ -178,6 +178,12 @@ def _run(
     sizes = init_models(config, groups, inputs.updates, phases)
     state.check_room()
     print_banner(banner_sections(config, inputs, cluster, sizes))
+    if config.ds.lora.rank and cluster.engines and cluster.policy_dtype.itemsize < 4:
+        notice(
+            "engines hold base and adapter in one, rounded to "
+            f"{dtype_name(cluster.policy_dtype)}: changes of a weight below half a step of it do "
+            "not reach samples (docs/training.md, Adapters)"
+        )
     maker = rollout_maker_of(
         config,
         inputs,

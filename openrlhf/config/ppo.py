@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat, field_validator
 
-from openrlhf.config.base import Base, Caution, OwnFunction, is_given, option, switch
+from openrlhf.config.base import Base, Caution, OwnFunction, is_given, option, switch, walk
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
@@ -663,6 +663,12 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
         yield "--sapo_tau", "actor.sapo_tau", of_loss, loss != "sapo"
         yield "--freezing_actor_steps", "critic.freezing_steps", no_critic, not self.has_critic
         yield from self._without_a_switch()
+        no_engine, no_agent = self.vllm.num_engines == 0, self.train.agent_func_path is None
+        for found in walk(type(self)):
+            if found.path.startswith("vllm.") and found.path != "vllm.num_engines":
+                yield found.flag, found.path, "with --vllm_num_engines 0", no_engine
+            if found.path in ("train.async_num_tasks", "train.agent_timeout_s"):
+                yield found.flag, found.path, "without --agent_func_path", no_agent
 
     def _without_a_switch(self) -> Iterator[tuple[str, str, str, bool]]:
         """Yield settings of what another flag switches on."""
@@ -705,7 +711,8 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
             yield f"--{name}", path, f"without --{other}", is_so
         models = ("--normalize_reward", "reward.normalize_enable", "without --reward_pretrain")
         yield *models, not self.reward.model_paths
-        is_apart, where = not self.engines_share_devices, "without --colocate_all_models"
+        is_apart = not self.engines_share_devices and self.vllm.num_engines != 0
+        where = "without --colocate_all_models"
         if self.train.async_enable:
             where = "with --async_train, whose engines have devices of their own"
         yield "--vllm_enable_sleep", "vllm.enable_sleep", where, is_apart

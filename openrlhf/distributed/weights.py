@@ -5,10 +5,12 @@ iterate: under ZeRO-3 each tensor is a collective.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from openrlhf.distributed.folders import Write, nothing, take_tensors
 from openrlhf.distributed.tensor_parallel import whole_layers
 from openrlhf.utils.packing import base_model_of
 
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 LAYER = re.compile(r"^.*?\.\d+\.")  # "model.layers.3."
 
 
@@ -119,13 +122,22 @@ def as_stored(
         yield from revert_weight_conversion(model, state).items()
 
 
-def _tensors(model: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    model: nn.Module, prefix: str, seen: set[int], adapters: Mapping[str, Any] = EMPTY
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module; `adapters` are those of its own parameters, by name."""
+    if hasattr(model, "parameter_name") and hasattr(model, "base_layer"):
+        # PEFT puts a layer around another one for each parameter, such as those of experts.
+        yield from _tensors(
+            model.base_layer, prefix, seen, {**adapters, model.parameter_name: model}
+        )
+        return
     if hasattr(model, "get_delta_weight") and hasattr(model, "base_layer"):
         bias = getattr(model.base_layer, "bias", None)
         with whole_parameters(
             [parameter for parameter in model.parameters() if parameter is not bias]
         ):
-            yield f"{prefix}weight", _merged_weight(model)
+            yield f"{prefix}weight", _merged(model.base_layer.weight, model)
         if bias is not None:
             with whole_parameters([bias]):
                 yield f"{prefix}bias", bias.data
@@ -139,19 +151,24 @@ def _tensors(model: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[st
     for name, tensor in (*model.named_parameters(recurse=False), *stored):
         if id(tensor) not in seen:  # tied weights are written once
             seen.add(id(tensor))
-            with whole_parameters([tensor]):
-                yield f"{prefix}{name}", _plain(tensor)
+            layer = adapters.get(name)
+            own = [] if layer is None else [*layer.lora_A.parameters(), *layer.lora_B.parameters()]
+            with whole_parameters([tensor, *own]):
+                yield f"{prefix}{name}", _plain(tensor) if layer is None else _merged(tensor, layer)
     for name, child in model.named_children():
         yield from _tensors(child, f"{prefix}{name}.", seen)
 
 
 @torch.no_grad()
-def _merged_weight(layer: nn.Module) -> Tensor:
-    """Return the weight of a LoRA layer with its adapters added, as floats."""
-    weight = _plain(layer.base_layer.weight)
+def _merged(parameter: Tensor, layer: Any) -> Tensor:
+    """Return a weight with the adapters of its LoRA layer added, as floats; added in fp32, and
+    rounded once.
+    """
+    plain = _plain(parameter)
+    weight = plain.float()
     for adapter in layer.active_adapters:
-        weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
-    return weight
+        weight = weight + layer.get_delta_weight(adapter)
+    return weight.to(plain.dtype)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from openrlhf.engines.base import (
     SamplingSettings,
     named_seed,
 )
+from openrlhf.utils.console import notice
 from openrlhf.utils.images import ImageProcessor, is_vision
 from openrlhf.utils.packing import base_model_of, is_padded
 from openrlhf.utils.tokenizer import Tokenizer
@@ -73,12 +74,23 @@ class OwnGenerate:
         with generating(self.model) as base:
             for batch in self._batches(rows):
                 asked = [rows[k] for k in batch]
-                sampled = sample_rows(
-                    base, asked, self.weight_version, self.tokenizer, self.processor
-                )
-                answers.update(zip(batch, sampled, strict=True))
+                answers.update(zip(batch, self._sample(base, asked), strict=True))
         in_order = map(answers.__getitem__, range(len(rows)))
         return [list(islice(in_order, request.sampling.num_samples)) for request in requests]
+
+    def _sample(self, base: Any, rows: Sequence[GenerationRequest]) -> list[Completion]:
+        """Return the completions of a batch; where the device has no memory for it, of its halves,
+        and of no more rows from then on. The seed of a row is its own.
+        """
+        try:
+            return sample_rows(base, rows, self.weight_version, self.tokenizer, self.processor)
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+        torch.cuda.empty_cache()
+        half = self.max_num_rows = len(rows) // 2
+        notice(f"no memory to sample {len(rows)} rows at once: {half} are, from now on")
+        return [*self._sample(base, rows[:half]), *self._sample(base, rows[half:])]
 
     def _batches(self, rows: Sequence[GenerationRequest]) -> Iterator[list[int]]:
         """Yield indices of rows to sample together, the longest prompts first; those of a batch

@@ -80,6 +80,7 @@ class VLLMEngine:
         """`settings` are those of vLLM's EngineArgs; a model that sees images has a processor."""
         self.processor = processor
         self.num_steps = 0  # done since the start
+        self._room: asyncio.Semaphore | None = None  # for requests with pixels
         self._waiting: dict[str, tuple[GenerationRequest, Future[list[Completion]]]] = {}
         self._num_requests = 0
         self._is_stepping = False  # a step is in the queue
@@ -139,10 +140,21 @@ class VLLMEngine:
 
         Cancelling it stops the sampling, and ends when that has stopped.
         """
-        made = []
-        if request.images:  # pixels take time, for which neither loop nor engine should wait
-            made = [[await asyncio.to_thread(engine_input, request, self.processor)]]
-        (pending,) = self.submit([request], *made)
+        if not request.images:
+            return await self._sample(request)
+        if self._room is None:
+            num_running = self.llm.vllm_config.scheduler_config.max_num_seqs
+            num_requests = max(num_running // request.sampling.num_samples, 1)
+            self._room = asyncio.Semaphore(2 * num_requests)  # those sampled now, and as many more
+        # Pixels take time, for which neither loop nor engine should wait, and memory until the end.
+        async with self._room:
+            prompt = await asyncio.to_thread(engine_input, request, self.processor)
+            return await self._sample(request, [prompt])
+
+    async def _sample(
+        self, request: GenerationRequest, *prompts: list[dict[str, Any]]
+    ) -> list[Completion]:
+        (pending,) = self.submit([request], *prompts)
         try:
             return await asyncio.wrap_future(pending)
         except asyncio.CancelledError:
@@ -300,15 +312,17 @@ class VLLMEngine:
                 return command()
             except NotImplementedError:
                 raise
-            except torch.OutOfMemoryError as error:  # another engine would have no more
-                full = MachineError(
+            except self.ends_with as error:
+                # The error of one of several workers comes as a text.
+                is_full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+                if not is_full:
+                    self._fail(error)
+                    raise self._down() from error
+                full = MachineError(  # another engine would have no more
                     f"{first_line(error)} Type a smaller --vllm_gpu_memory_utilization."
                 )
                 self._fail(full)
                 raise full from error
-            except self.ends_with as error:
-                self._fail(error)
-                raise self._down() from error
             finally:
                 self._queue_step()
 

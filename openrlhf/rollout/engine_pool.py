@@ -17,7 +17,7 @@ from openrlhf.utils.rollout import Rollout, checked_arrays, sequence_tensors
 from openrlhf.utils.threads import LoopThread
 from openrlhf.utils.tokenizer import Tokenizer, decode_rest
 
-WAIT_S = 4 * 3600.0  # for one request, with those before it
+WAIT_S = 4 * 3600.0  # for an engine to finish any request
 GATHER_S = 0.005  # requests that come within this time are sampled together
 LOOK_EVERY_S = 0.05  # for an engine, while none is up
 
@@ -51,6 +51,7 @@ class Dispatcher:
         """`may_mix`: a response may be of several versions of the weights."""
         self.engines, self.may_mix = list(engines), may_mix
         self._loads = [0] * len(self.engines)  # samples that each engine works on
+        self._num_finished = [0] * len(self.engines)  # requests
         self._lost: set[int] = set()
 
     async def sample(self, request: GenerationRequest, *, home: int | None = None) -> Completions:
@@ -122,11 +123,16 @@ class Dispatcher:
         self._loads[k] += request.sampling.num_samples
         work = asyncio.ensure_future(self.engines[k].sample(request))
         try:  # wait_for would lose a cancellation that comes together with the result
-            await asyncio.wait([work], timeout=WAIT_S)
-            if not work.done():
-                raise EngineError(f"engine {k} did not respond in {WAIT_S:g} s")
+            # Requests wait for those before them. Nothing of a batch is finished before all of it.
+            limit_s = None if isinstance(self.engines[k], BatchedEngine) else WAIT_S
+            while not work.done():
+                before = self._num_finished[k]
+                await asyncio.wait([work], timeout=limit_s)
+                if not work.done() and self._num_finished[k] == before:
+                    raise EngineError(f"engine {k} finished no request in {WAIT_S:g} s")
             return work.result()
         finally:
+            self._num_finished[k] += 1
             if not work.done():
                 work.cancel()
                 await asyncio.wait([work])

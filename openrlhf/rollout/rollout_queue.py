@@ -31,7 +31,7 @@ from openrlhf.utils.rollout import Rollout, fields_of
 from openrlhf.utils.rollout_files import images_of
 from openrlhf.utils.threads import on_loop
 
-WAIT_S = 4 * 3600.0  # for samples, or the end of running ones; no call of an engine takes longer
+WAIT_S = 4 * 3600.0  # for a prompt to be finished
 CLOSE_S = 40.0  # until what runs must have ended
 
 GROUPS = "finished_groups.pt"
@@ -213,6 +213,7 @@ class RolloutQueue:
                 left_s = start + WAIT_S - before
                 await asyncio.wait_for(self._news.wait(), min(wait_s, left_s))
                 quiet.reset()
+                start = time.monotonic()
             except TimeoutError:
                 waited_s = time.monotonic() - start
                 line = f"waited {waited_s:.0f} s for {what}: {self._progress()}"

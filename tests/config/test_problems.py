@@ -376,6 +376,16 @@ def test_a_setting_that_others_switch_off_is_named():
         ),
         (
             PPOConfig,
+            "--vllm_num_engines 0 --enforce_eager",
+            "--enforce_eager has no effect with --vllm_num_engines 0.",
+        ),
+        (
+            PPOConfig,
+            "--agent_timeout_s 60",
+            "--agent_timeout_s has no effect without --agent_func_path.",
+        ),
+        (
+            PPOConfig,
             "--normalize_reward",
             "--normalize_reward has no effect without --reward_pretrain.",
         ),

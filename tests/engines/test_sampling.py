@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from openrlhf.engines import own_generate
 from openrlhf.engines.own_generate import OwnGenerate, tokens_at
 from tests.engines.helpers import PROMPT, greedy, largest_gap, load, request
 from tests.tiny import make_model
@@ -116,6 +117,26 @@ def test_ragged_prompts_decode_greedily_as_alone(tmp_path, architecture, overrid
             for answer in answers:
                 assert answer.token_ids == greedy(model, 12, prompt)
                 assert largest_gap(model, prompt, answer, 1.0) < 1e-4
+
+
+def test_a_batch_that_the_device_has_no_memory_for_is_halved(model, monkeypatch, capsys):
+    requests = [request(p, max_new_tokens=6, num_samples=2) for p in RAGGED[:4]]
+    expected = [[a.token_ids for a in group] for group in OwnGenerate(model).generate(requests)]
+    sizes, sample = [], own_generate.sample_rows
+
+    def full(base, rows, *rest):
+        sizes.append(len(rows))
+        if len(rows) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return sample(base, rows, *rest)
+
+    monkeypatch.setattr(own_generate, "sample_rows", full)
+    engine = OwnGenerate(model)
+    for _ in range(2):
+        found = engine.generate(requests)
+        assert [[a.token_ids for a in group] for group in found] == expected
+    assert sizes == [8, 4, 2, 2, 4, 2, 2, *[2] * 4]
+    assert "no memory to sample 8 rows at once: 4 are, from now on" in capsys.readouterr().out
 
 
 def test_samples_of_a_prompt_read_it_once(model):

@@ -233,6 +233,7 @@ def test_an_engine_whose_device_fails_is_lost_and_says_so(tiny_model_dir, where)
     [
         (NotImplementedError("no sleep mode"), NotImplementedError, "^no sleep mode$", False),
         (torch.OutOfMemoryError("CUDA out of memory."), MachineError, "memory. Type a sm", True),
+        (RuntimeError("Worker failed: out of memory"), MachineError, "memory Type a sm", True),
         (RuntimeError("CUDA error: launch failure"), LostEngineError, "launch failure", True),
         (AssertionError("no worker is left"), LostEngineError, "no worker is left", True),
         (ValueError("no such tag"), ValueError, "^no such tag$", False),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from openrlhf.config.common import DeepSpeedConfig, LoraConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.distributed.export import export_hf
-from openrlhf.distributed.weights import stored_parameters
+from openrlhf.distributed.weights import full_parameters, stored_parameters
 from openrlhf.errors import ConfigError, Gathered
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
@@ -237,3 +237,33 @@ def test_unknown_target_modules_are_refused(tiny_model_dir: Path) -> None:
     names = ("[q_proj", "k_proj", "v_proj]")  # pasted from Python: PEFT takes the middle one alone
     with pytest.raises(ConfigError, match=r"has no layer \[q_proj, v_proj\] that takes an adapter"):
         add_lora(load_causal_lm(tiny_model_dir), LoraConfig(rank=4, target_modules=names))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mixtral"])
+def test_adapters_of_experts_and_routers_are_merged_where_weights_leave_the_trainer(
+    kind: str, tmp_path: Path
+) -> None:
+    path = make_model(tmp_path, kind)
+    bare = AutoModelForCausalLM.from_pretrained(path)
+    adapted = add_lora(AutoModelForCausalLM.from_pretrained(path), LORA).eval()
+    randomise(adapted)
+    merged = dict(full_parameters(adapted))
+    assert {*bare.state_dict()} - {"lm_head.weight"} <= merged.keys()
+    token_ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        expected, before = adapted(token_ids).logits, bare(token_ids).logits
+        bare.load_state_dict(merged)
+        assert (bare(token_ids).logits - expected).abs().max() < 1e-5
+    assert (before - expected).abs().max() > 1e-3
+    in_files = dict(stored_parameters(adapted))  # experts one by one, where files have them so
+    assert sum(t.numel() for t in in_files.values()) == sum(t.numel() for t in merged.values())
+
+
+def test_a_merged_weight_is_rounded_once(tiny_model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+    adapted = add_lora(model, LORA)
+    randomise(adapted)
+    layer = adapted.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    merged = dict(full_parameters(adapted))["model.layers.0.self_attn.q_proj.weight"]
+    exact = layer.base_layer.weight.float() + layer.get_delta_weight("default").float()
+    assert torch.equal(merged, exact.bfloat16())

@@ -33,7 +33,7 @@ class StreamingEngine:
     engine with a step loop does. The version can be moved on.
     """
 
-    sample = VLLMEngine.sample
+    sample, _sample = VLLMEngine.sample, VLLMEngine._sample
 
     def __init__(self, say: Say, *, delay_s: float = 0.0, token_s: float = 0.0) -> None:
         """`delay_s`: before a request is sampled. `token_s`: for each token of it."""

@@ -32,7 +32,7 @@ def stopped() -> Future[None]:
 class HeldEngine:
     """Takes requests and answers them when the test says so, each with its prompt's ids."""
 
-    sample = VLLMEngine.sample
+    sample, _sample = VLLMEngine.sample, VLLMEngine._sample
 
     def __init__(self) -> None:
         self.asked: dict[str, tuple[GenerationRequest, Future[list[Completion]]]] = {}

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -188,10 +189,22 @@ def test_an_engine_that_hangs_ends_the_stream_at_its_deadline(monkeypatch):
     engine = HeldEngine()
     stream = open_stream([engine])
     submit(stream, [0])
-    with pytest.raises(EngineError, match=r"engine 0 did not respond in 0\.05 s"):
+    with pytest.raises(EngineError, match=r"engine 0 finished no request in 0\.05 s"):
         fetch(stream, 1)
     stream.close()
     assert engine.aborted == ["t/1"]
+
+
+def test_a_long_queue_is_no_engine_that_hangs(monkeypatch):
+    monkeypatch.setattr(engine_pool, "WAIT_S", 0.2)
+    engine = HeldEngine()
+    stream = open_stream([engine])
+    submit(stream, range(6))
+    for number in range(1, 7):  # longer than the limit in all
+        time.sleep(0.1)
+        engine.answer(f"t/{number}")
+    assert len(fetch(stream, 6)) == 6
+    stream.close()
 
 
 def test_models_that_may_not_run_beside_generation_wait_for_its_end():
