@@ -24,7 +24,7 @@ from openrlhf.distributed.folders import MARGIN, flush, flush_one, free_bytes, h
 from openrlhf.distributed.weights import exported_parameters, total_bytes
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.adapter_folder import adapter_below, merge_command
-from openrlhf.utils.console import warn
+from openrlhf.utils.console import notice, warn
 from openrlhf.utils.images import processor_files
 from openrlhf.utils.memory import human_size
 from openrlhf.utils.packing import base_model_of
@@ -134,8 +134,8 @@ def write_folder(
 def mend_generation_config(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add the tokens that end responses in training, so that the model stops there.
 
-    Transformers reads a config that names a temperature without `do_sample`, but will not write it:
-    `do_sample` is set where it was forgotten; where it is off, the temperature goes.
+    Transformers reads configs that it will not write, such as one that names a temperature without
+    `do_sample`: that is set where it was forgotten. Any other field that is refused goes.
     """
     known = config.eos_token_id
     ends = [*known] if isinstance(known, (list, tuple)) else [known]
@@ -149,9 +149,22 @@ def mend_generation_config(config: GenerationConfig, tokenizer: PreTrainedTokeni
     given = [name for name in names if getattr(config, name, None) not in (None, 1.0, 50)]
     if config.do_sample is None and given:
         config.do_sample = True
-    elif not config.do_sample:
-        for name in given:
+    if refused := _refused_fields(config):
+        for name in refused:
             setattr(config, name, None)
+        notice(
+            f"generation_config.json is written without {', '.join(refused)}: Transformers reads "
+            "such a file, and refuses to write it"
+        )
+
+
+def _refused_fields(config: GenerationConfig) -> list[str]:
+    """Return the fields for which Transformers would not write a config."""
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        return re.findall(r"^- `(\w+)`", str(error), re.MULTILINE)
+    return []
 
 
 def model_card(hf_model: nn.Module) -> str:

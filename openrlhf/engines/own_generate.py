@@ -19,7 +19,6 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
-    PretrainedConfig,
     StoppingCriteria,
     StoppingCriteriaList,
     TopKLogitsWarper,
@@ -34,7 +33,7 @@ from openrlhf.engines.base import (
 )
 from openrlhf.utils.console import notice
 from openrlhf.utils.images import ImageProcessor, is_vision
-from openrlhf.utils.packing import base_model_of, is_padded
+from openrlhf.utils.packing import attention_of, base_model_of, is_padded
 from openrlhf.utils.tokenizer import Tokenizer
 
 MAX_NUM_ROWS = 256
@@ -316,10 +315,3 @@ def generating(model: Any) -> Iterator[Any]:
 def contiguous(_head: object, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the arguments of a head without gaps in memory."""
     return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in states)
-
-
-def attention_of(config: PretrainedConfig) -> dict[str, str]:
-    """Return the attention of a model, by "", and of each part that has a config of its own."""
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    found = {name: part._attn_implementation for name, part in parts.items() if part is not None}
-    return {"": config._attn_implementation, **found}

@@ -65,8 +65,11 @@ def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
 
     A family that means something else by these fields is found when its model is loaded.
     """
-    softcap = getattr(config, "final_logit_softcapping", None)
-    for name in ("logit_scale", "lm_head_multiplier"):
+    caps = ("final_logit_softcapping", "logits_soft_cap")
+    softcap = next(filter(None, (getattr(config, name, None) for name in caps)), None)
+    # HyperCLOVA X multiplies by what Granite divides by.
+    own = ("logits_scaling",) if config.model_type == "hyperclovax" else ()
+    for name in ("logit_scale", "lm_head_multiplier", *own):
         if getattr(config, name, None):
             return float(getattr(config, name)), softcap
     return 1.0 / (getattr(config, "logits_scaling", None) or 1.0), softcap
@@ -195,7 +198,15 @@ class PackedModel(nn.Module):
         return ReadStates(hidden_TH[index_n], aux_loss, own, here_n, len(positions_N))
 
     def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
-        """Recompute each layer's activations in the backward pass."""
+        """Recompute each layer's activations in the backward pass. Raise ConfigError for reentrant
+        passes over layers that read the keys of others.
+        """
+        config = base_model_of(self.model).config.get_text_config()
+        if use_reentrant and getattr(config, "num_kv_shared_layers", 0):
+            raise ConfigError(
+                f"--gradient_checkpointing_use_reentrant: layers of {config.model_type} share keys "
+                "and values, and gradients would be wrong. Leave it out."
+            )
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
         )

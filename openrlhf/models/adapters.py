@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from openrlhf.config.common import LoraConfig
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import REWARD_TASK
+from openrlhf.utils.console import warn_once
 from openrlhf.utils.tokenizer import own_generation_config
 from openrlhf.utils.vision_families import tower_of
 
@@ -44,6 +45,13 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     head = model.config.to_dict().get("value_head_prefix")
     if getattr(model, "is_quantized", False):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        num_plain = sum(p.numel() for p in model.parameters() if p.is_floating_point())
+        num_in_4_bits = 2 * sum(p.numel() for p in model.parameters()) - 2 * num_plain
+        if num_plain > num_in_4_bits:
+            warn_once(
+                f"--load_in_4bit: {num_plain:,} weights of {type(model).__name__} are no linear "
+                f"layers, as experts are none, and stay in fp32; {num_in_4_bits:,} are in 4 bits."
+            )
     tower = tower_of(model.config)  # names such as `proj` and `q_proj` are layers of it too
     config = peft.LoraConfig(
         r=lora.rank,
@@ -91,6 +99,16 @@ def untie(model: nn.Module) -> bool:
     model.config.get_text_config().tie_word_embeddings = False
     model.config.tie_word_embeddings = False
     return True
+
+
+def share_of_frozen_experts(model: nn.Module) -> float:
+    """Return the part of the weights that are experts, several in one tensor, without an adapter
+    that PEFT puts around their module.
+    """
+    wrapped = {id(m.get_base_layer()) for m in model.modules() if hasattr(m, "parameter_name")}
+    own = [m for m in model.modules() if id(m) not in wrapped and "xperts" in type(m).__name__]
+    fused = [p.numel() for m in own for p in m.parameters(recurse=False) if p.dim() == 3]
+    return sum(fused) / sum(p.numel() for p in model.parameters())
 
 
 def is_adapted(model: nn.Module) -> bool:

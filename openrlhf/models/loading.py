@@ -6,12 +6,10 @@ value head put fresh on a model that never had one. Which attention a model gets
 
 import copy
 import json
-import math
 import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +27,15 @@ from openrlhf.config.base import CommandConfig, value_at, walk
 from openrlhf.config.common import DeepSpeedConfig, RunConfig
 from openrlhf.config.local_paths import looks_local
 from openrlhf.errors import ConfigError, Gathered, first_line
-from openrlhf.models.actor import Actor, token_stats
-from openrlhf.models.adapters import SCALE_FIELDS, add_lora, merge_adapter_into, would_run_code
+from openrlhf.models.actor import Actor
+from openrlhf.models.adapters import (
+    SCALE_FIELDS,
+    add_lora,
+    merge_adapter_into,
+    share_of_frozen_experts,
+    would_run_code,
+)
+from openrlhf.models.own_numbers import check_own_numbers
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.support import (
     OWN_ATTENTION,
@@ -39,25 +44,22 @@ from openrlhf.models.support import (
     padding_note,
     refuse_unsupported,
 )
-from openrlhf.models.vision import blank_picture, place_tiles
+from openrlhf.models.vision import place_tiles
 from openrlhf.utils.adapter_folder import (
     adapter_below,
     base_of_adapter,
     is_reward_adapter,
     merge_command,
 )
-from openrlhf.utils.console import say_notices
+from openrlhf.utils.console import say_notices, warn_once
 from openrlhf.utils.images import (
-    BANNED_LOGIT,
     ImageProcessor,
-    Images,
     is_vision,
-    placeholders_of,
 )
-from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress, tracked
 from openrlhf.utils.tensors import DTYPES
-from openrlhf.utils.vision_families import FAMILIES, family_of
+from openrlhf.utils.vision_families import FAMILIES
 from openrlhf.utils.weight_files import files_of, tensor_shapes
 
 HEAD = "score"  # the module transformers gives the scalar head
@@ -73,10 +75,8 @@ OF_OTHER_MEDIA = frozenset(
         *modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     }
 )
-# Of the comparison with a model's own logits: how far log-probs may lie from them on average.
-NUM_TOKENS, STRIDE = 8, 7919  # a prime: tokens from all over a vocabulary
-MAX_ERROR = (0.01, 0.25)  # in fp32, in half precision
-MAX_WEIGHTS_ON_CPU = 4_000_000_000  # of a model that is compared there: it would wait
+RANDOM = re.compile("dropout|drop_?prob|pdrop|layerdrop|jitter")  # attributes of modules
+READING_CONFIG = ("falcon", "persimmon")  # families that read such rates in each forward pass
 # For weights in a .bin file transformers would ask a service of the hub to convert them.
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
@@ -214,6 +214,11 @@ def check_adapter(config: PretrainedConfig, command: CommandConfig, *, scores: b
     adapted = add_lora(model, command.ds.lora)
     if not scores:
         Actor(adapted)
+    if (share := share_of_frozen_experts(adapted)) > 0:
+        warn_once(
+            f"--lora_rank: the experts of {type(model).__name__} take no adapter of PEFT's and "
+            f"stay as they are: {share:.0%} of the weights."
+        )
 
 
 def empty_model(
@@ -412,7 +417,7 @@ def load_causal_lm(
     config = load_config(path, trust_remote_code=command.trust_remote_code)
     model = read_model(auto_class(config), path, config, command)
     if command.ds.attention in OWN_ATTENTION:
-        check_own_logits(model)
+        check_own_numbers(model)
     return model
 
 
@@ -444,6 +449,7 @@ def load_sequence_model(
         return merge_adapter_into(model, path)
     config = load_config(path, trust_remote_code=command.trust_remote_code)
     refuse_pictures(config, path)
+    refuse_other_heads(config, path)
     if not allow_fresh_head:
         check_value_model(config, path)
     has_stored_head = is_value_model(config)
@@ -464,6 +470,8 @@ def load_sequence_model(
     )
     if not has_stored_head:
         init_value_head(model.get_submodule(HEAD))
+    if command.ds.attention in OWN_ATTENTION:
+        check_own_numbers(model, scores=True)
     if name != HEAD:  # the name it has in saved files
         model.add_module(name, model.get_submodule(HEAD))
         delattr(model, HEAD)
@@ -481,44 +489,6 @@ def _base_to_merge_into(path: str, command: CommandConfig) -> str | None:
             f"Merge it first: {merge_command(path, base)}"
         )
     return base
-
-
-@torch.no_grad()
-def check_own_logits(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless log-probs of packed or padded rows are those of the model's logits.
-
-    They are computed from last hidden states and the LM head. A family that does more between the
-    two would be trained on other numbers than it is used with. Models that read pictures see one in
-    each row. Very large ones on a CPU are not compared.
-    """
-    if model.device.type == "cpu" and model.num_parameters() > MAX_WEIGHTS_ON_CPU:
-        return
-    ids_T = torch.arange(1, NUM_TOKENS + 1) * STRIDE % model.config.get_text_config().vocab_size
-    tokens_BT, is_target_T = torch.stack([ids_T, ids_T.flip(0)]), torch.arange(NUM_TOKENS) > 1
-    inputs, has_pictures = {"input_ids": tokens_BT}, is_vision(model.config)
-    if has_pictures:
-        tokens_BT[:, 1] = model.config.image_token_id
-        blank = Images.concat([blank_picture(model.config)] * 2)
-        pixels = torch.linspace(-1, 1, blank.pixels.numel()).view_as(blank.pixels)
-        inputs |= family_of(model.config).inputs(pixels, blank.grid, tokens_BT)
-    batch = PackedBatch.from_sequences(list(tokens_BT), [is_target_T] * 2)
-    if has_pictures:
-        batch = replace(batch, images=Images(pixels, blank.grid))
-    batch = batch.to(model.device)
-    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    own_BTV: Tensor = model(use_cache=False, **inputs).logits[:, 1:-1]
-    own_BTV[..., [*placeholders_of(model.config)]] += BANNED_LOGIT
-    own_N = own_BTV.float().log_softmax(-1).flatten(0, 1).gather(-1, batch.targets[:, None])[:, 0]
-    actor = Actor(model)
-    hidden_NH, error = actor.states_at(batch, batch.predict_index).hidden_nH, math.inf
-    if hidden_NH.size(1) == model.get_output_embeddings().in_features:  # no projection between
-        found_N, *_ = actor.head(token_stats, hidden_NH, batch.targets, 1.0, False)  # noqa: FBT003
-        error = (own_N - found_N).abs().mean().item()
-    if not error <= MAX_ERROR[next(model.parameters()).dtype != torch.float32]:
-        raise ConfigError(
-            f"{type(model).__name__} computes its logits in a way of its own: log-probs from its "
-            f"last hidden states and its head are {error:.2g} off. Use another family."
-        )
 
 
 def say_padded(command: CommandConfig, paths: Iterable[str]) -> None:
@@ -621,6 +591,22 @@ def check_value_model(config: PretrainedConfig, path: str) -> None:
     if not is_value_model(config):
         remedy = "Give a reward model, such as openrlhf rm makes."
         raise ConfigError(f"{path} has no value head. {remedy}")
+    refuse_other_heads(config, path)
+
+
+def refuse_other_heads(config: PretrainedConfig, path: str) -> None:
+    """Raise ConfigError for a family of classifiers that read a text as a whole, such as BERT."""
+    mapping = transformers.AutoModelForSequenceClassification._model_mapping
+    if (kind := mapping.get(type(config), None)) is None:
+        return
+    with torch.device("meta"):
+        model = kind(config)
+    if not hasattr(model, HEAD):
+        raise ConfigError(
+            f"{path} is of the family {config.model_type}, whose classifiers are no causal "
+            "language models with a scalar head. Give rewards of it by --remote_rm_url with a "
+            "function or a server of your own."
+        )
 
 
 def _is_classifier(config: PretrainedConfig) -> bool:
@@ -637,10 +623,14 @@ def init_value_head(head: nn.Linear) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch dropout off: RL compares log-probs of the same weights, in training mode too."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    """Switch dropout and the noise of routers off: RL compares log-probs of the same weights, in
+    training mode too. Families keep the rates in many places.
+    """
+    config = base_model_of(model).config
+    read = [config] if config.model_type in READING_CONFIG else []
+    for part in (*model.modules(), *read):
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        for name, value in vars(part).items():
+            if isinstance(value, float) and RANDOM.search(name):
+                setattr(part, name, 0.0)

@@ -386,8 +386,10 @@ def packed_attention_forward(  # noqa: PLR0913 - the signature transformers call
         # A plain batch, as in generation: the queries are the last of the positions.
         states = (query, key, value)
         if attention_mask is None:
-            return causal_attention(*states, options).transpose(1, 2), None
-        return masked_attention(*states, attention_mask, options).transpose(1, 2), None
+            output = causal_attention(*states, options)
+        else:
+            output = masked_attention(*states, attention_mask, options)
+        return output.transpose(1, 2).contiguous(), None  # some models take views of it
     if is_causal is False or not getattr(module, "is_causal", True):
         raise ConfigError(
             f"{type(module).__name__} is not causal: packed rows need causal attention."

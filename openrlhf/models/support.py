@@ -32,6 +32,11 @@ SPLIT_STYLES = frozenset(
 )
 
 
+# Families with parameters that ranks would train apart: of an activation, of attention sinks.
+UNSPLIT_FAMILIES = ("apertus", "granite_swa")
+DEAF_TO_FLEX = ("opt", "afmoe")  # whose masks for flex attention know no boundaries of a row
+
+
 def check_here(ds: DeepSpeedConfig, *, trains: bool = True, is_cuda: bool | None = None) -> None:
     """Raise ConfigError that lists what these settings need and this machine does not have."""
     if is_cuda is None:
@@ -147,6 +152,11 @@ def refuse_unsupported(
                 f"--use_dynamic_batch: the rows of {path} are padded, so a budget of tokens does "
                 "not bound their memory. Leave it out and set --micro_train_batch_size."
             )
+    if ds.attention == "flex_attention" and config.model_type in DEAF_TO_FLEX:
+        problems.append(
+            f"--attn_implementation flex_attention: in {path}, of the family {config.model_type}, "
+            "the samples of a row would see each other. Leave it out."
+        )
     if has_router_loss and not num_experts_per_token(config):
         problems.append(f"--aux_loss_coef is set, and {path} has no experts. Leave it out.")
     if problems:
@@ -160,6 +170,7 @@ def _split_problems(config: PretrainedConfig, path: str, ds: DeepSpeedConfig) ->
     has_norms = getattr(text, "use_qk_norm", False) or getattr(text, "qk_layernorm", False)
     knows_norms = any("norm" in name for name in plan)
     is_known = plan and not set(plan.values()) - SPLIT_STYLES and (knows_norms or not has_norms)
+    is_known = is_known and config.model_type not in UNSPLIT_FAMILIES
     if size > 1 and not is_known:
         yield (
             f"{flag}: {path} is of the family {config.model_type}, which DeepSpeed's AutoTP cannot "
@@ -171,6 +182,8 @@ def _split_problems(config: PretrainedConfig, path: str, ds: DeepSpeedConfig) ->
         flag, num_ranks, remedy = "--cp_mode ulysses", ds.ranks_per_share, "--cp_mode ring"
     heads = getattr(text, "num_attention_heads", num_ranks)
     key_heads = getattr(text, "num_key_value_heads", None) or num_ranks
+    if getattr(text, "multi_query", False):
+        key_heads = 1
     if heads % num_ranks or key_heads % num_ranks:
         yield (
             f"{flag}: {path} has {min(heads, key_heads)} heads, not a multiple of the {num_ranks} "

@@ -101,11 +101,21 @@ class PackedBatch(Batch):
 # The other families see padded rows, one sequence each, on every machine: a recurrent one would
 # carry its state over the boundaries in a row, one with an attention of its own drops them.
 PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+# Families whose layers do not hand the boundaries of a row on, or whose windows stand in a mask.
+DEAF_FAMILIES = ("nemotron", "doge")
+FAMILIES_WITH_MASKS = ("phimoe", "qwen2_moe")
 
 
 def base_model_of(model: Any) -> Any:
     """Return the Hugging Face model inside a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def attention_of(config: "PretrainedConfig") -> dict[str, str]:
+    """Return the attention of a model, by "", and of each part that has a config of its own."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    found = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **found}
 
 
 def is_padded(model: Any) -> bool:
@@ -120,6 +130,10 @@ def why_padded(model_class: "type[PreTrainedModel]", config: "PretrainedConfig")
     kinds = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
     if model_class._is_stateful or kinds:
         return ", ".join(sorted(kinds)) or "recurrent layers"
+    if config.model_type in DEAF_FAMILIES:
+        return "layers that do not see where sequences begin"
+    if config.model_type in FAMILIES_WITH_MASKS and getattr(text, "sliding_window", None):
+        return "sliding windows that need a mask"
     if not model_class._supports_attention_backend:
         return "an attention of its own"
     return None if model_class._supports_sdpa else "an attention that torch's kernels do not have"

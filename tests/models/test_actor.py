@@ -8,7 +8,7 @@ import transformers as hf
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor, load_balancing_losses
-from openrlhf.models.loading import check_own_logits, load_causal_lm
+from openrlhf.models.loading import check_own_numbers, load_causal_lm
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.utils.packing import PackedBatch, is_padded
 from tests.models.helpers import (
@@ -113,7 +113,7 @@ def test_a_head_that_does_more_is_refused():
     config = hf.BertConfig(**SIZES, is_decoder=True)
     config._attn_implementation = PACKED_ATTENTION
     with pytest.raises(ConfigError, match="BertLMHeadModel computes its logits in a way of its"):
-        check_own_logits(hf.AutoModelForCausalLM.from_config(config).eval())
+        check_own_numbers(hf.AutoModelForCausalLM.from_config(config).eval())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -11,7 +11,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models import actor as actor_module
 from openrlhf.models import vision
 from openrlhf.models.actor import Actor, token_stats
-from openrlhf.models.loading import check_own_logits, load_causal_lm
+from openrlhf.models.loading import check_own_numbers, load_causal_lm
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.vision_families import tower_of
 from tests.helpers import tiny_vision
@@ -90,7 +90,7 @@ def test_positions_that_ignore_the_grid_would_be_found(folder, monkeypatch):
 
 def test_a_family_whose_pictures_are_read_otherwise_is_refused(folder, monkeypatch):
     model = load_causal_lm(folder)
-    check_own_logits(model)
+    check_own_numbers(model)
 
     def blind(model, batch):
         batch, sees = vision.vision_inputs(model, batch)
@@ -98,7 +98,7 @@ def test_a_family_whose_pictures_are_read_otherwise_is_refused(folder, monkeypat
 
     monkeypatch.setattr(actor_module, "vision_inputs", blind)
     with pytest.raises(ConfigError, match="computes its logits in a way of its own"):
-        check_own_logits(model)
+        check_own_numbers(model)
 
 
 def test_a_row_without_pictures_calls_the_tower_and_computes_the_same(folder):
