@@ -237,6 +237,7 @@ READS_DEVICE = {
     "distributed/checkpoints.py",
     "distributed/train_engine.py",
     "models/loading.py",
+    "models/own_numbers.py",
     "models/support.py",
     "trainer/local_cluster.py",
     "trainer/ppo_utils/demands.py",

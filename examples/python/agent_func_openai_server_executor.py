@@ -7,12 +7,14 @@ Needs `pip install openai`. Any other client or framework that takes a base URL 
 """
 
 import ast
+import asyncio
 import json
 import operator
 from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError
 
+from openrlhf.rewards.math_grader import math_equal
 from openrlhf.utils.agent import OpenAIAgentExecutor, OpenAISession
 
 MAX_TURNS = 6
@@ -40,7 +42,7 @@ class AgentExecutor(OpenAIAgentExecutor):
     """Talks to the policy until it answers without calling the tool."""
 
     async def run(self, session: OpenAISession, prompt: str, label: Any) -> dict[str, Any]:
-        """1 for an answer that ends in the label."""
+        """1 for an answer whose number is that of the label, GSM8K's solutions included."""
         messages: list[Any] = [{"role": "user", "content": prompt}]
         num_calls, text = 0, ""
         async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
@@ -60,7 +62,7 @@ class AgentExecutor(OpenAIAgentExecutor):
                     break
                 num_calls += len(message.tool_calls)
                 messages += [_result(call) for call in message.tool_calls]
-        is_right = text.strip().endswith(str(label))
+        is_right = await asyncio.to_thread(math_equal, text, str(label))
         return {
             "reward": float(is_right),
             "scores": float(is_right),

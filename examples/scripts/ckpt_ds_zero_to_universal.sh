@@ -3,6 +3,6 @@
 # from it with --load_checkpoint --use_ds_universal_ckpt. Nothing has to be converted.
 set -euo pipefail
 
-CKPT_PATH=${CKPT_PATH:-./ckpt/checkpoints}   # --ckpt_path of the run
+CKPT_PATH=${CKPT_PATH:?name the --ckpt_path of the run}
 
 python -m openrlhf.cli.universal_checkpoint --ckpt_path "$CKPT_PATH"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO against a reward model behind HTTP: start the server, wait until it is ready, train, stop it.
 #   MODEL, REWARD_MODEL, DATA, ... name models and data (hub ids or local paths); OUT is the run folder;
-#   SERVER_GPUS and TRAIN_GPUS share out a machine's GPUs, "7" and "0,1,2,3,4,5,6" for example;
+#   SERVER_GPUS and TRAIN_GPUS share out a machine's GPUs: 7 and 0,1,2,3,4,5,6 with GPUS=7;
 #   EXTRA_ARGS are appended to the training command and win over what stands here, SERVER_ARGS to the server's.
 set -euo pipefail
 
@@ -11,6 +11,8 @@ DATA=${DATA:-OpenRLHF/prompt-collection-v0.1}
 INPUT_KEY=${INPUT_KEY:-context_messages}
 OUT=${OUT:-./checkpoint/llama3-8b-remote-rm}
 GPUS=${GPUS:-7}
+SERVER_GPUS=${SERVER_GPUS-$GPUS}                             # the one after those of training
+TRAIN_GPUS=${TRAIN_GPUS-$(seq -s, 0 $((GPUS - 1)))}
 ENGINES=${ENGINES:-7}
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
 PORT=${PORT:-5000}

@@ -7,7 +7,7 @@
 #   GENERATE_ARGS, SCORE_ARGS, TRAIN_ARGS are appended to one step and win over what stands here.
 # A script that was stopped goes on where it stopped. The steps are in offline_steps.sh.
 set -euo pipefail
-MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B}
+MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B-Instruct}
 DATA=${DATA:-Open-Orca/OpenOrca}
 INPUT_KEY=${INPUT_KEY:-question}
 SAMPLES=${SAMPLES:-0}

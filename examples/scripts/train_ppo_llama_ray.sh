@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO with every model on devices of its own: GPUS for each of actor, critic, reference, reward.
+# PPO on groups of GPUS devices: policy and reference, critic and reward model, engines.
 #   MODEL, DATA, ... name models and data (hub ids or local paths); OUT is the run folder;
 #   EXTRA_ARGS are appended and win over what stands here.
 set -euo pipefail

@@ -6,7 +6,7 @@
 set -euo pipefail
 
 MODEL=${MODEL:-mistralai/Mistral-7B-v0.1}
-DATA=${DATA:-peiyi9979/Math-Shepherd}
+DATA=${DATA:-zhuzilin/Math-Shepherd}
 INPUT_KEY=${INPUT_KEY:-input}
 LABEL_KEY=${LABEL_KEY:-value}
 MARKER=${MARKER:-ки}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # REINFORCE++-baseline with agents, asynchronous: episodes act beside the engines while others train.
+# The rewards of agent_func.py are random: it shows where code goes. Name an agent of your own.
 #   MODEL, DATA, AGENT, ... name models, data and code; OUT is the run folder;
 #   EXTRA_ARGS are appended and win over what stands here.
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# REINFORCE++ with every model on devices of its own: GPUS for each of actor, reference, reward.
+# REINFORCE++ on groups of GPUS devices: policy and reference, reward model, engines.
 # --advantage_estimator reinforce_baseline, rloo or group_norm in EXTRA_ARGS: its relatives.
 #   MODEL, DATA, ... name models and data (hub ids or local paths); OUT is the run folder;
 #   EXTRA_ARGS are appended and win over what stands here.

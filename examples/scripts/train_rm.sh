@@ -6,7 +6,7 @@
 #   EXTRA_ARGS are appended and win over what stands here.
 set -euo pipefail
 
-MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B}
+MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B-Instruct}
 DATA=${DATA:-OpenRLHF/preference_dataset_mixture2_and_safe_pku}
 CHOSEN_KEY=${CHOSEN_KEY:-chosen}
 REJECTED_KEY=${REJECTED_KEY:-rejected}

@@ -4,7 +4,7 @@
 #   EXTRA_ARGS are appended and win over what stands here.
 set -euo pipefail
 
-MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B}
+MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B-Instruct}
 DATA=${DATA:-Open-Orca/OpenOrca}
 INPUT_KEY=${INPUT_KEY:-question}
 OUTPUT_KEY=${OUTPUT_KEY:-response}

@@ -5,7 +5,7 @@
 #   EXTRA_ARGS are appended and win over what stands here.
 set -euo pipefail
 
-MODEL=${MODEL:-meta-llama/Llama-3.1-8B}
+MODEL=${MODEL:-meta-llama/Llama-3.1-8B-Instruct}
 DATA=${DATA:-THUDM/LongAlign-10k}
 INPUT_KEY=${INPUT_KEY:-messages}
 OUT=${OUT:-./checkpoint/llama3-8b-sft-ring}

@@ -53,11 +53,6 @@ def say_rows(samples: TokenizedDataset, tokenizer: Tokenizer) -> None:
             is_run = samples.is_placeholder(ids) & samples.is_placeholder(ids.roll(1))
             ids, targets = ids[~is_run].tolist(), targets[~is_run].tolist()  # one for each picture
             console.print(shown(ids, targets, tokenizer, is_coloured=is_coloured))
-    if samples.leaves_template_out:
-        notice(
-            "note: the model has a chat template, and these texts are not put into it; "
-            "--apply_chat_template does that"
-        )
 
 
 def shown(

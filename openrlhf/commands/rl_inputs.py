@@ -200,7 +200,12 @@ def with_rewards(
             with gathered:
                 source.check([TRUNCATED_COLUMN, *data[0].columns])
     say_notices(
-        [*unused_sampling(config.policy_path, config.rollout.token_choice), *prompts.notices]
+        [
+            *unused_sampling(config.policy_path, config.rollout.token_choice),
+            *prompts.notices,
+            # An agent may put its texts into the template itself, as a server for agents does.
+            *(prompts.template_notices if config.train.agent_func_path is None else ()),
+        ]
     )
     for more, about in ((held_out, "evaluation: "), (inputs.texts, "--pretrain_data: ")):
         if more is not None:

@@ -223,7 +223,8 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
 def say_inputs(recipe: Recipe, config: ConfigT, inputs: Inputs) -> None:
     """Print what was noticed of the models and the data."""
     say_padded(config, dict.fromkeys((inputs.model_path, *recipe.other_models(config))))
-    say_notices([*recipe.notices(config), *inputs.samples.notices])
+    samples = inputs.samples
+    say_notices([*recipe.notices(config), *samples.notices, *samples.template_notices])
     if base_of_adapter(inputs.model_path) is not None:
         notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")
     if inputs.eval_samples:

@@ -349,7 +349,7 @@ class PPOConfig(GenerationRunConfig, TrainingRunConfig):
     example: ClassVar = (
         "--pretrain Qwen/Qwen2.5-0.5B-Instruct --prompt_data problems.jsonl --input_key question "
         "--label_key answer --apply_chat_template --remote_rm_url reward.py "
-        "--advantage_estimator group_norm"
+        "--advantage_estimator group_norm --rollout_batch_size 16 --train_batch_size 128"
     )
 
     actor: ActorConfig = ActorConfig()

@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -327,7 +328,7 @@ def _pick(by_split: Mapping[str, T], name: str, split: str) -> T:
             return by_split[found]
     raise ConfigError(
         f"data set {name} has no split '{split}'; splits found: {', '.join(sorted(by_split))}. "
-        "Name one of them."
+        "Name one of them with --eval_split, --dataset_split or --prompt_split."
     )
 
 
@@ -340,6 +341,7 @@ def _files_by_split(folder: Path) -> dict[str, list[Path]]:
         found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
     except (EmptyDatasetError, FileNotFoundError):
         found = {}
+    folder = Path(os.path.abspath(folder))  # as the library names the files
     files = {
         str(split): sorted(Path(path) for path in paths if path.endswith(DATA_SUFFIXES))
         for split, paths in found.items()

@@ -310,11 +310,16 @@ class TokenizedDataset(ABC):
             raise LeftOutError("nothing to learn")
 
     @property
-    def leaves_template_out(self) -> bool:
-        """Return True if a flag would put these texts into the model's chat template."""
+    def template_notices(self) -> list[str]:
+        """Return a line if a flag would put these texts into the model's chat template."""
         form = self._format
         is_text = form.apply_chat_template is False and not form.pretrain_mode
-        return is_text and bool(self._encoder.tokenizer.chat_template)
+        if not (is_text and self._encoder.tokenizer.chat_template):
+            return []
+        return [
+            "the model has a chat template, and these texts are not put into it; "
+            "--apply_chat_template does that"
+        ]
 
     def _uses_chat_template(self, columns: Iterable[str | None]) -> bool:
         """Return True if the chat template renders the rows: as the flag says, or else where a

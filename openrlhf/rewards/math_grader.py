@@ -15,7 +15,12 @@ from types import FrameType
 
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch
-from openrlhf.rewards.math_expressions import UNIT_WORDS, load_grammar, same_mathematics
+from openrlhf.rewards.math_expressions import (
+    QUANTITIES,
+    UNIT_WORDS,
+    load_grammar,
+    same_mathematics,
+)
 from openrlhf.rewards.workers import FunctionPool
 from openrlhf.utils.math_utils import FUNCTIONS, final_answers, plain_math
 
@@ -307,6 +312,9 @@ def _value(text: str, truth: str) -> str:
     explained = EXPLAINED.fullmatch(text)
     if explained and not is_hedged and not VERB.search(explained[1], explained.end("value")):
         text = explained[1]
+    has_parts = not is_hedged and QUANTITIES.fullmatch(truth.lower())  # 5 ft 3 in
+    if has_parts and (quantities := [*QUANTITIES.finditer(text.lower())]):
+        return quantities[-1][0]
     if not is_hedged and (parts := PARTS.search(text)):
         return parts[0]
     prose = [

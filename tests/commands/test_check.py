@@ -93,7 +93,6 @@ def test_a_check_says_what_would_be_trained_and_touches_nothing(
         "prompts.jsonl: row 1: 4 tokens\n1+1=\n",
         "evaluation  1 prompts x 4 samples",
         "asked.jsonl: row 1: 4 tokens\n7+7=\n",
-        "the model has a chat template, and these texts are not put into it",
         "arguments of reward for sample row1/0",
         "reward of prompts.jsonl: row 1, label '2'\n  response '2': 1\n  response '4': 0\n",
         "reward of prompts.jsonl: row 2, label '4'\n  response '4': 1\n  response '2': 0\n",

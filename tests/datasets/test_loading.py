@@ -85,6 +85,14 @@ def test_a_folder_has_the_splits_that_its_file_names_say(tmp_path, capsys):
     assert list(load_rows(str(tmp_path), split="test")) == ROWS[1:]
 
 
+def test_a_folder_may_be_named_from_here(tmp_path, capsys, monkeypatch):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "x.jsonl", ROWS)
+    monkeypatch.chdir(tmp_path)
+    assert list(load_rows("data")) == ROWS
+    assert "not read" not in capsys.readouterr().err
+
+
 def test_a_subfolder_is_named_behind_an_at_sign(tmp_path):
     (tmp_path / "math").mkdir()
     write_jsonl(tmp_path / "math" / "train.jsonl", ROWS)

@@ -210,6 +210,7 @@ def test_rows_without_a_target_are_dropped_and_counted(tokenizer):
         dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=is_chat)
         assert (len(dataset), dataset.dropped.total(), dataset.row_ids) == (2, 3, [0, 4])
         assert dataset.notices[1:] == ["3 of 5 rows were left out: empty response"]
+        assert len(dataset.template_notices) == (not is_chat)  # it would do with the flag
 
 
 def test_over_long_rows_follow_the_policy(tokenizer):
