@@ -86,6 +86,7 @@ Row = dict[str, Any]
 # Settings that change neither the rows nor their order.
 FREE_SETTINGS = {"output_path", "local_rank", "micro_batch_size", "vllm", "reward"}
 BATCHES_IN_CHUNK = 4  # forward batches between two writes
+OF_THE_PROMPT = ("tools", "chat_template_kwargs")  # beside the input: they change what is asked
 OF_ONE_ANSWER = ("input", "output", "reward", "finish_reason")  # columns that a pair has twice
 REWARD_TEMPLATE = "{input} <rm_score>: {reward} "
 
@@ -540,7 +541,7 @@ def by_input(rows: Sequence[Row]) -> list[list[Row]]:
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        asked = [row.get(name) for name in ("input", "tools", *IMAGE_COLUMNS)]
+        asked = [row.get(name) for name in ("input", *OF_THE_PROMPT, *IMAGE_COLUMNS)]
         groups.setdefault(json.dumps(asked, sort_keys=True, default=as_text), []).append(row)
     return list(groups.values())
 

@@ -505,6 +505,13 @@ def test_message_lists_that_say_the_same_are_one_prompt():
     assert best_answers(rows) == [rows[1]]
 
 
+def test_a_question_with_other_variables_of_the_template_is_another_prompt():
+    thinks = [{"enable_thinking": value} for value in (True, False)]
+    rows = [row("hi", "x", 1.0), row("hi", "y", 2.0)]
+    rows = [r | {"chat_template_kwargs": v} for r, v in zip(rows, thinks, strict=True)]
+    assert best_answers(rows) == rows
+
+
 @pytest.mark.parametrize("column", ["images", "image"])
 def test_a_question_about_another_picture_is_another_prompt(column):
     rows = [row("which?", said, reward) for said, reward in (("x", 1.0), ("y", 2.0), ("z", 0.0))]
