@@ -135,7 +135,8 @@ def mend_generation_config(config: GenerationConfig, tokenizer: PreTrainedTokeni
     """Add the tokens that end responses in training, so that the model stops there.
 
     Transformers reads configs that it will not write, such as one that names a temperature without
-    `do_sample`: that is set where it was forgotten. Any other field that is refused goes.
+    `do_sample`: that is set where it was forgotten. Fields that it has no use for go, and are said
+    where they are none of sampling.
     """
     known = config.eos_token_id
     ends = [*known] if isinstance(known, (list, tuple)) else [known]
@@ -149,17 +150,18 @@ def mend_generation_config(config: GenerationConfig, tokenizer: PreTrainedTokeni
     given = [name for name in names if getattr(config, name, None) not in (None, 1.0, 50)]
     if config.do_sample is None and given:
         config.do_sample = True
-    if refused := _refused_fields(config):
-        for name in refused:
-            setattr(config, name, None)
+    refused = _refused_fields(config)
+    for name in refused:
+        setattr(config, name, None)
+    if others := [name for name in refused if name not in names]:
         notice(
-            f"generation_config.json is written without {', '.join(refused)}: Transformers reads "
+            f"generation_config.json is written without {', '.join(others)}: Transformers reads "
             "such a file, and refuses to write it"
         )
 
 
 def _refused_fields(config: GenerationConfig) -> list[str]:
-    """Return the fields for which Transformers would not write a config."""
+    """Return the fields that Transformers lists as of no use in a config, and would not write."""
     try:
         config.validate(strict=True)
     except ValueError as error:

@@ -161,8 +161,8 @@ def _tensors(
 
 @torch.no_grad()
 def _merged(parameter: Tensor, layer: Any) -> Tensor:
-    """Return a weight with the adapters of its LoRA layer added, as floats; added in fp32, and
-    rounded once.
+    """Return a weight with the adapters of its LoRA layer added, as floats; the sum is taken in
+    fp32.
     """
     plain = _plain(parameter)
     weight = plain.float()

@@ -80,7 +80,8 @@ class VLLMEngine:
         """`settings` are those of vLLM's EngineArgs; a model that sees images has a processor."""
         self.processor = processor
         self.num_steps = 0  # done since the start
-        self._room: asyncio.Semaphore | None = None  # for requests with pixels
+        # For requests with pixels, by their samples
+        self._rooms: dict[int, asyncio.Semaphore] = {}
         self._waiting: dict[str, tuple[GenerationRequest, Future[list[Completion]]]] = {}
         self._num_requests = 0
         self._is_stepping = False  # a step is in the queue
@@ -142,12 +143,14 @@ class VLLMEngine:
         """
         if not request.images:
             return await self._sample(request)
-        if self._room is None:
+        # Pixels take time, for which neither loop nor engine should wait, and memory until the end:
+        # those of the requests that are sampled now, and of as many more.
+        num_samples = request.sampling.num_samples
+        if num_samples not in self._rooms:
             num_running = self.llm.vllm_config.scheduler_config.max_num_seqs
-            num_requests = max(num_running // request.sampling.num_samples, 1)
-            self._room = asyncio.Semaphore(2 * num_requests)  # those sampled now, and as many more
-        # Pixels take time, for which neither loop nor engine should wait, and memory until the end.
-        async with self._room:
+            num_requests = max(num_running // num_samples, 1)
+            self._rooms[num_samples] = asyncio.Semaphore(2 * num_requests)
+        async with self._rooms[num_samples]:
             prompt = await asyncio.to_thread(engine_input, request, self.processor)
             return await self._sample(request, [prompt])
 

@@ -45,12 +45,10 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     head = model.config.to_dict().get("value_head_prefix")
     if getattr(model, "is_quantized", False):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-        num_plain = sum(p.numel() for p in model.parameters() if p.is_floating_point())
-        num_in_4_bits = 2 * sum(p.numel() for p in model.parameters()) - 2 * num_plain
-        if num_plain > num_in_4_bits:
+        if share_of_frozen_experts(model) > 0:
             warn_once(
-                f"--load_in_4bit: {num_plain:,} weights of {type(model).__name__} are no linear "
-                f"layers, as experts are none, and stay in fp32; {num_in_4_bits:,} are in 4 bits."
+                f"--load_in_4bit: the experts of {type(model).__name__} stay in fp32: linear "
+                "layers alone are held in 4 bits."
             )
     tower = tower_of(model.config)  # names such as `proj` and `q_proj` are layers of it too
     config = peft.LoraConfig(

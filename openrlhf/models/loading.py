@@ -75,6 +75,8 @@ OF_OTHER_MEDIA = frozenset(
         *modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     }
 )
+# What a class raises for a config that makes no model.
+UNUSABLE = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 RANDOM = re.compile("dropout|drop_?prob|pdrop|layerdrop|jitter")  # attributes of modules
 READING_CONFIG = ("falcon", "persimmon")  # families that read such rates in each forward pass
 # For weights in a .bin file transformers would ask a service of the hub to convert them.
@@ -235,7 +237,7 @@ def empty_model(
         with torch.device("meta"):
             trust = command.trust_remote_code
             return kind.from_config(config, dtype=dtype, trust_remote_code=trust)
-    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+    except UNUSABLE as error:
         raise ConfigError(
             f"The config.json of {config.name_or_path!r} makes no model: {type(error).__name__}: "
             f"{first_line(error)}. Copy the model again."
@@ -449,8 +451,9 @@ def load_sequence_model(
         return merge_adapter_into(model, path)
     config = load_config(path, trust_remote_code=command.trust_remote_code)
     refuse_pictures(config, path)
-    refuse_other_heads(config, path)
-    if not allow_fresh_head:
+    if allow_fresh_head:
+        refuse_other_heads(config, path)
+    else:
         check_value_model(config, path)
     has_stored_head = is_value_model(config)
     if _is_classifier(config) and config.num_labels != 1:
@@ -597,11 +600,9 @@ def check_value_model(config: PretrainedConfig, path: str) -> None:
 def refuse_other_heads(config: PretrainedConfig, path: str) -> None:
     """Raise ConfigError for a family of classifiers that read a text as a whole, such as BERT."""
     mapping = transformers.AutoModelForSequenceClassification._model_mapping
-    if (kind := mapping.get(type(config), None)) is None:
+    if type(config) not in mapping:
         return
-    with torch.device("meta"):
-        model = kind(config)
-    if not hasattr(model, HEAD):
+    if not hasattr(empty_model(config, DEFAULTS, dtype=torch.float32, scores=True), HEAD):
         raise ConfigError(
             f"{path} is of the family {config.model_type}, whose classifiers are no causal "
             "language models with a scalar head. Give rewards of it by --remote_rm_url with a "
@@ -624,9 +625,15 @@ def init_value_head(head: nn.Linear) -> None:
 
 def disable_dropout(model: nn.Module) -> None:
     """Switch dropout and the noise of routers off: RL compares log-probs of the same weights, in
-    training mode too. Families keep the rates in many places.
+    training mode too. Families keep the rates in many places. Raise ConfigError where that is not
+    possible.
     """
     config = base_model_of(model).config
+    if config.model_type == "phimoe":  # its noise is a threshold, too
+        raise ConfigError(
+            "phimoe draws experts at random in training: log-probs of the same weights differ. "
+            "Take a model of another family."
+        )
     read = [config] if config.model_type in READING_CONFIG else []
     for part in (*model.modules(), *read):
         if isinstance(part, nn.modules.dropout._DropoutNd):

@@ -117,12 +117,14 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _small_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Narrow sliding attention to less than the sequences."""
-    parts: list[Any] = [model.config, model.config.get_text_config(), *model.modules()]
+    """Narrow sliding attention to less than the sequences; not windows as wide as any sequence."""
+    text = model.config.get_text_config()
+    widest = getattr(text, "max_position_embeddings", None) or math.inf
+    parts: list[Any] = [model.config, text, *model.modules()]
     held = []
     for part in parts:
         window = vars(part).get("sliding_window")
-        if type(window) is int and window > WINDOW:
+        if type(window) is int and WINDOW < window < widest:
             held.append((part, window))
             part.sliding_window = WINDOW
     try:

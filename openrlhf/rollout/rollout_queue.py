@@ -204,20 +204,21 @@ class RolloutQueue:
     async def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait for something that finished groups bring about."""
         start, quiet = time.monotonic(), Quiet()
+        heard = start  # when a group was last finished
         while not is_so():
             if self._producer.done():
                 self._producer.result()
             before, wait_s = time.monotonic(), quiet.say_after_s - quiet.seconds
             self._news.clear()
             try:
-                left_s = start + WAIT_S - before
+                left_s = heard + WAIT_S - before
                 await asyncio.wait_for(self._news.wait(), min(wait_s, left_s))
                 quiet.reset()
-                start = time.monotonic()
+                heard = time.monotonic()
             except TimeoutError:
                 waited_s = time.monotonic() - start
                 line = f"waited {waited_s:.0f} s for {what}: {self._progress()}"
-                if waited_s >= WAIT_S:
+                if time.monotonic() - heard >= WAIT_S:
                     raise EngineError(line) from None
                 if quiet.add(wait_s):
                     notice(line)

@@ -132,7 +132,9 @@ def why_padded(model_class: "type[PreTrainedModel]", config: "PretrainedConfig")
         return ", ".join(sorted(kinds)) or "recurrent layers"
     if config.model_type in DEAF_FAMILIES:
         return "layers that do not see where sequences begin"
-    if config.model_type in FAMILIES_WITH_MASKS and getattr(text, "sliding_window", None):
+    window = getattr(text, "sliding_window", None)
+    is_narrow = window is not None and window < text.max_position_embeddings
+    if config.model_type in FAMILIES_WITH_MASKS and is_narrow:
         return "sliding windows that need a mask"
     if not model_class._supports_attention_backend:
         return "an attention of its own"

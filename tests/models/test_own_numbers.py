@@ -115,6 +115,24 @@ def test_a_family_that_rows_are_too_much_for_is_found(
     assert seen == [2 if is_large else 4]
 
 
+def test_a_window_as_wide_as_any_sequence_needs_no_mask(tmp_path: Path) -> None:
+    assert not is_padded(load_causal_lm(saved("phimoe", tmp_path, sliding_window=64)))
+
+
+def test_a_family_that_draws_experts_in_training_is_refused_where_log_probs_are_compared() -> None:
+    with pytest.raises(ConfigError, match="phimoe draws experts at random"):
+        disable_dropout(AutoModelForCausalLM.from_config(config_of("phimoe")))
+
+
+def test_a_config_that_makes_no_reward_model_is_one_line(tmp_path: Path) -> None:
+    kind = ["LlamaForSequenceClassification"]
+    config_of("llama", num_labels=1, architectures=kind, hidden_act="nope").save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ConfigError, match=r"The config\.json of .* makes no model: KeyError"):
+        check_value_model(load_config(str(tmp_path)), str(tmp_path))
+
+
 def test_a_model_that_was_compared_is_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
