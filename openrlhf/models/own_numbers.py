@@ -49,7 +49,8 @@ def _check_states(model: PreTrainedModel) -> None:
     with _own_attention(model):
         own = [without_head(model)(use_cache=False, **each).last_hidden_state[0] for each in inputs]
     own_TH = torch.cat(own).float()
-    found_TH = PackedModel(model).states_at(batch, torch.arange(len(own_TH))).hidden_nH.float()
+    places_T = torch.arange(len(own_TH), device=own_TH.device)
+    found_TH = PackedModel(model).states_at(batch, places_T).hidden_nH.float()
     error = ((found_TH - own_TH).abs().mean() / own_TH.abs().mean()).item()
     if not error <= _max_error(model):
         raise ConfigError(
