@@ -3,10 +3,11 @@
 Groups are stubs that take their shares and return columns of the right size at once, so that what
 is measured is the controller alone: it lays samples end to end, cuts shares, puts results back in
 order, computes advantages and plans updates. Samples have 1,024 tokens, 896 of them sampled, as in
-GRPO with a reference.
+GRPO with a reference. What it takes to cut and pickle the shares of a step is measured afterwards.
 """
 
 import argparse
+import pickle
 import resource
 import subprocess
 import sys
@@ -70,8 +71,22 @@ class StubGroup(WorkerGroup):
         """Return a column of a forward, or what a rank returns of its updates."""
         if columns is None:
             return self.column[: len(share) * NUM_ACTIONS]
-        column, indices = share.share["advantages"], share.share["sample_indices"].tolist()
+        indices = list(share.share.indices)
+        column = self.column[: len(indices) * NUM_ACTIONS]
         return UpdateResult(Metrics(), indices, dict.fromkeys(columns, column))
+
+
+class KeepingGroup(StubGroup):
+    """Keeps the shares it took."""
+
+    def __init__(self, num_ranks: int, num_samples: int) -> None:
+        super().__init__(num_ranks, num_samples)
+        self.taken: list[Any] = []
+
+    def result(self, share: Any, *args: Any) -> object:
+        """Keep the share, and return what a stub returns."""
+        self.taken.append(share)
+        return super().result(share, *args)
 
 
 def rollouts_of(num_samples: int) -> list[Rollout]:
@@ -118,7 +133,7 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
             "train": {"batch_size": BATCH_SIZE},
         }
     )
-    rollouts, group = rollouts_of(num_samples), StubGroup(num_ranks, num_samples)
+    rollouts, group = rollouts_of(num_samples), KeepingGroup(num_ranks, num_samples)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = group.clock()
     times = dict.fromkeys(("shares", "results"), 0.0)
@@ -145,7 +160,7 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
     results = wait()
     seen = seen_column(results, "new_logprobs", experience.num_actions)
     end = group.clock()
-    assert len(seen) == num_samples * NUM_ACTIONS
+    assert len(seen) == num_samples * NUM_ACTIONS and len(group.taken) > num_ranks
     used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     columns = sum(array.nbytes for array in experience._arrays.values()) + seen.nbytes
     return {
@@ -155,7 +170,17 @@ def step_s(num_samples: int, num_ranks: int) -> dict[str, float]:
         "updates": end - made,
         "ms_per_100": (end - start) * 1e5 / num_samples,
         "memory_over_columns": used / columns,
+        "sending_ms_per_100": sending_s(group.taken) * 1e5 / num_samples,
     }
+
+
+def sending_s(shares: Sequence[object]) -> float:
+    """Return the seconds that it takes to cut and pickle the shares, as Ray has them pickled."""
+    start = time.perf_counter()
+    for share in shares:
+        arrays: list[pickle.PickleBuffer] = []
+        pickle.dumps(share, protocol=5, buffer_callback=arrays.append)
+    return time.perf_counter() - start
 
 
 def measured(num_samples: int, num_ranks: int) -> dict[str, float]:
@@ -201,9 +226,10 @@ def main() -> None:
     for samples in args.samples:
         for ranks in args.ranks:
             row = rows[samples, ranks] = measured(samples, ranks)
-            *parts, total, memory = row.values()
-            cells = [f"{part * 1e5 / samples:.1f}" for part in parts] + [f"{total:.1f}"]
-            print(f"| {samples:,} | {ranks} | {' | '.join(cells)} | {memory:.1f} |", flush=True)
+            *parts, total, memory, sending = row.values()
+            cells = [f"{part * 1e5 / samples:.1f}" for part in parts]
+            cells += [f"{cell:.1f}" for cell in (total, sending, memory)]
+            print(f"| {samples:,} | {ranks} | {' | '.join(cells)} |", flush=True)
     if args.picture:
         draw(rows, args.picture)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience import Experience, opened
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.trainer.ppo_utils.samples import Samples
 from openrlhf.trainer.ppo_utils.update_plan import (
@@ -112,7 +112,7 @@ def test_cut_gives_what_select_gives_of_each_part(parts: list[list[int]]) -> Non
         own, arrays = whole.select(part), list[pickle.PickleBuffer]()
         sent = pickle.dumps(share, protocol=5, buffer_callback=arrays.append)
         assert len(arrays) == 1  # each is a call of Ray's
-        for seen in (share.samples, pickle.loads(sent, buffers=arrays).samples):
+        for seen in map(opened, (share, pickle.loads(sent, buffers=arrays))):
             assert seen.images == own.images
             for name in Samples.axes():
                 column, expected = getattr(seen, name), getattr(own, name)
@@ -125,8 +125,9 @@ def test_a_share_has_the_columns_that_its_rank_reads_and_no_others() -> None:
     whole = replace(numbered(9), values=torch.ones(25), advantages=torch.zeros(25))
     [of_critic] = whole.with_columns(["values"]).cut([[4, 2]])
     always = {"seq_lengths", "num_actions", "costs", "group_ids", "sample_indices"}
-    assert {*of_critic.names} == always | {"values", "token_ids", "action_mask"}
-    assert of_critic.samples.group_ids.tolist() == [4, 2]
+    samples = opened(of_critic)
+    assert {*samples._columns} == always | {"values", "token_ids", "action_mask"}
+    assert samples.group_ids.tolist() == [4, 2]
 
 
 def test_the_time_for_all_shares_does_not_grow_with_the_ranks() -> None:

@@ -4,10 +4,10 @@ Columns that come with the samples, such as their tokens, stay in pieces here, f
 them; a share has those of its samples.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from itertools import accumulate, pairwise
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,14 @@ from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.algorithms.tokens import all_finite
-from openrlhf.trainer.ppo_utils.samples import SAMPLE, Pieces, Samples, SampleShare
+from openrlhf.trainer.ppo_utils.samples import (
+    SAMPLE,
+    Images,
+    Layout,
+    Samples,
+    columns_in,
+    samples_in,
+)
 from openrlhf.utils.rollout import Rollout
 
 
@@ -77,32 +84,24 @@ class Experience(Samples):
             columns[name] = torch.cat([pieces[index] for index in indices] or [pieces[0][:0]])
         return replace(super().select(indices), **columns)
 
-    def cut(self, parts: Sequence[Sequence[int]]) -> Iterator[SampleShare]:
-        """Yield the samples of each part; what has one number for each sample is put in order once
-        for all parts.
-        """
-        order = [index for part in parts for index in part]
-        where = np.asarray(order, dtype=np.int64)
-        of_axis: dict[str, dict[str, np.ndarray]] = {"sample": {}, "token": {}, "action": {}}
-        for name, axis in Samples.axes().items():
-            if name in self._arrays:
-                of_axis[axis][name] = self._arrays[name]
-        numbers = {name: array[where] for name, array in of_axis.pop("sample").items()}
-        flat = [(self._offsets[axis], arrays) for axis, arrays in of_axis.items() if arrays]
-        names = (*numbers, *self.pieces, *(name for _, arrays in flat for name in arrays))
-        for start, end in pairwise(accumulate(map(len, parts), initial=0)):
-            part = order[start:end]
-            own: list[Pieces] = [[array[start:end]] for array in numbers.values()]
-            for column in self.pieces.values():
-                own.append([column[k] for k in part] or [column[0][:0]])
-            for ends, arrays in flat:
-                bounds = [(ends[k], ends[k + 1]) for k in part]
-                for array in arrays.values():
-                    own.append([array[first:last] for first, last in bounds] or [array[:0]])
-            images = tuple(self.images[k] for k in part) if self.images else ()
-            yield SampleShare(names, tuple(own), images)
+    def cut(self, parts: Iterable[Sequence[int]]) -> Iterator["SampleShare"]:
+        """Yield the samples of each part."""
+        return map(partial(SampleShare, self), parts)
 
-    def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list[SampleShare]]:
+    @cached_property
+    def _share_columns(self) -> list["ShareColumn"]:
+        """Return the columns of shares. Wide numbers come first, so that all of them are aligned in
+        one array.
+        """
+        columns = []
+        for name, axis in Samples.axes().items():
+            if (array := self._arrays.get(name)) is not None:
+                columns.append(ShareColumn(name, axis, array.dtype, array))
+            elif pieces := self.pieces.get(name):
+                columns.append(ShareColumn(name, axis, pieces[0].numpy().dtype, pieces))
+        return sorted(columns, key=lambda column: -column.dtype.itemsize)
+
+    def forward_shares(self, num_shares: int) -> tuple[list[list[int]], list["SampleShare"]]:
         """Cut the samples into shares balanced by tokens, without columns that models computed;
         return the indices of each share, and the shares. They are kept, for all models with as many
         shares.
@@ -114,7 +113,7 @@ class Experience(Samples):
         return self._forward_shares[num_shares]
 
     @cached_property
-    def _forward_shares(self) -> dict[int, tuple[list[list[int]], list[SampleShare]]]:
+    def _forward_shares(self) -> dict[int, tuple[list[list[int]], list["SampleShare"]]]:
         """Return the shares that `forward_shares` has cut, by their number."""
         return {}
 
@@ -193,6 +192,64 @@ class Experience(Samples):
         for row, mean in zip(rows, self.sample_means(self.advantages).tolist(), strict=True):
             row["advantage"] = mean
         return rows
+
+
+class ShareColumn(NamedTuple):
+    """A column that shares are cut out of: whole, or a tensor for each sample."""
+
+    name: str
+    axis: str
+    dtype: np.dtype
+    source: np.ndarray | Sequence[Tensor]
+
+    def cut(self, indices: Sequence[int], offsets: Sequence[int] | None, out: np.ndarray) -> None:
+        """Lay the entries of samples end to end. Each has one, or some between its `offsets`."""
+        if not isinstance(self.source, np.ndarray):
+            torch.cat([self.source[k] for k in indices], out=torch.from_numpy(out))
+        elif offsets is None:
+            out[:] = self.source[indices]
+        else:
+            np.concatenate([self.source[offsets[k] : offsets[k + 1]] for k in indices], out=out)
+
+
+@dataclass(frozen=True)
+class SampleShare:
+    """Samples on their way to a rank. They are cut out when they are pickled or opened: a share
+    that waits takes no memory.
+
+    Example: with `indices` [4, 2], `opened(share).group_ids` are of the fifth and third sample.
+    """
+
+    experience: Experience
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __reduce__(self) -> tuple[Callable[..., Samples], tuple[Layout, np.ndarray, Images]]:
+        """Pickle as one array, since each array costs Ray microseconds; Ray takes and gives the
+        memory without a copy. What comes out is the samples.
+        """
+        whole, indices = self.experience, self.indices
+        sizes = {"sample": len(indices)}
+        for axis, ends in whole._offsets.items():
+            sizes[axis] = sum([ends[k + 1] - ends[k] for k in indices])
+        columns = whole._share_columns
+        layout = [(c.name, c.dtype.str, sizes[c.axis] * c.dtype.itemsize) for c in columns]
+        array = np.empty(sum(num_bytes for *_, num_bytes in layout), np.uint8)
+        if indices:
+            for column, (_, out) in zip(columns, columns_in(layout, array), strict=True):
+                column.cut(indices, whole._offsets.get(column.axis), out)
+        images = tuple(whole.images[k] for k in indices) if whole.images else ()
+        return samples_in, (layout, array, images)
+
+
+def opened(share: SampleShare | Samples) -> Samples:
+    """Return the samples of a share, on whichever side of a pickle it is."""
+    if isinstance(share, Samples):
+        return share
+    made, arguments = share.__reduce__()
+    return made(*arguments)
 
 
 def _tensor(values: Sequence[object], dtype: type[np.generic] = np.int64) -> Tensor:

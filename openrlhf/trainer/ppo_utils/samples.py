@@ -6,11 +6,11 @@ holds: slices of numpy arrays begin and end at offsets that are computed once a 
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
-from typing import Any, Self
+from itertools import accumulate
+from typing import Self
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from openrlhf.utils.images import ImageProcessor, Picture
 from openrlhf.utils.packing import Batch, PackedBatch
 
-Pieces = Sequence[Tensor] | Sequence[np.ndarray]  # of a column, at least one
+Images = tuple[tuple[Picture, ...], ...]
 TOKEN, ACTION, SAMPLE = ({"axis": axis} for axis in ("token", "action", "sample"))
 
 
@@ -50,7 +50,7 @@ class Samples(Batch):
     # (N,) in the policy's loss, when it first saw a sample; NaN: it did not need to
     new_logprobs: Tensor | None = field(default=None, metadata=ACTION)
     # B, or empty where no sample has any: encoded, and shared by the samples of a prompt
-    images: tuple[tuple[Picture, ...], ...] = ()
+    images: Images = ()
 
     @classmethod
     @cache
@@ -108,80 +108,25 @@ class Samples(Batch):
         return row.with_pictures(self.images, processor)
 
 
-@dataclass(frozen=True)
-class SampleShare:
-    """Samples on their way to a rank, each column in pieces: tensors as they came with the samples,
-    or slices of a numpy array, which take a third of the time that slices of tensors take. Who
-    pickles the share, or opens it, lays them end to end.
+Layout = Sequence[tuple[str, str, int]]  # of columns in one array: name, numpy dtype, bytes
 
-    Example: `share["num_actions"]` is [3, 1], `share.samples.num_actions` is tensor([3, 1])
+
+def samples_in(layout: Layout, whole: np.ndarray, images: Images) -> Samples:
+    """Return the samples whose columns are in one array, which is not copied. It may be read-only:
+    nothing writes into a column.
     """
-
-    names: tuple[str, ...]  # of the columns
-    pieces: tuple[Pieces, ...]  # of each column
-    images: tuple[tuple[Picture, ...], ...] = ()
-
-    def __len__(self) -> int:
-        return len(self["seq_lengths"])
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return _end_to_end(self.pieces[self.names.index(name)])
-
-    @property
-    def samples(self) -> Samples:
-        """Return the samples. Arrays may be read-only: nothing writes into a column."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            columns = zip(
-                self.names, map(torch.from_numpy, map(_end_to_end, self.pieces)), strict=True
-            )
-            return Samples(**dict(columns), images=self.images)
-
-    def __reduce__(self) -> tuple[Callable[..., "SampleShare"], tuple[Any, ...]]:
-        """Pickle as one array, since each array costs Ray microseconds; it takes and gives the
-        memory without a copy. Wide numbers come first, so that all of them are aligned.
-        """
-        order = sorted(range(len(self.names)), key=lambda k: -self.pieces[k][0].itemsize)
-        names, columns = tuple(self.names[k] for k in order), [self.pieces[k] for k in order]
-        dtypes = [_numpy_dtype(column[0].dtype) for column in columns]
-        sizes = [sum(map(len, column)) for column in columns]
-        layout = [(d.str, size * d.itemsize) for d, size in zip(dtypes, sizes, strict=True)]
-        whole = np.empty(sum(num_bytes for _, num_bytes in layout), np.uint8)
-        for column, out in zip(columns, _columns_in(whole, layout), strict=True):
-            _end_to_end(column, out)
-        return _unpacked, (names, layout, whole, self.images)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        columns = {name: torch.from_numpy(part) for name, part in columns_in(layout, whole)}
+    return Samples(**columns, images=images)
 
 
-def _unpacked(
-    names: tuple[str, ...],
-    layout: Sequence[tuple[str, int]],
-    whole: np.ndarray,
-    images: tuple[tuple[Picture, ...], ...],
-) -> SampleShare:
-    columns = tuple([column] for column in _columns_in(whole, layout))
-    return SampleShare(names, columns, images)
-
-
-def _columns_in(whole: np.ndarray, layout: Sequence[tuple[str, int]]) -> Iterator[np.ndarray]:
-    """Yield the parts of flat bytes: by their numpy dtypes and sizes in bytes."""
-    ends = accumulate((size for _, size in layout), initial=0)
-    for (start, end), (dtype, _) in zip(pairwise(ends), layout, strict=True):
-        yield whole[start:end].view(dtype)
-
-
-@cache
-def _numpy_dtype(dtype: np.dtype | torch.dtype) -> np.dtype:
-    return dtype if isinstance(dtype, np.dtype) else torch.empty(0, dtype=dtype).numpy().dtype
-
-
-def _end_to_end(pieces: Pieces, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the pieces of a column end to end, in `out` where it is given."""
-    if out is None and len(pieces) == 1:
-        return np.asarray(pieces[0])
-    if isinstance(pieces[0], Tensor):
-        into = None if out is None else torch.from_numpy(out)
-        return torch.cat(pieces, out=into).numpy()
-    return np.concatenate(pieces, out=out)
+def columns_in(layout: Layout, whole: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name and the part of each column in flat bytes."""
+    end = 0
+    for name, dtype, num_bytes in layout:
+        start, end = end, end + num_bytes
+        yield name, whole[start:end].view(dtype)
 
 
 def offsets_of(sizes: Tensor) -> list[int]:

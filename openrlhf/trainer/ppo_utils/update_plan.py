@@ -22,8 +22,8 @@ from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.datasets.sampler import epoch_order
-from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.samples import Samples, SampleShare, scatter_back
+from openrlhf.trainer.ppo_utils.experience import Experience, SampleShare, opened
+from openrlhf.trainer.ppo_utils.samples import Samples, scatter_back
 from openrlhf.utils.metrics import Metrics
 
 if TYPE_CHECKING:  # it imports datasets and pandas, which workers do not need
@@ -73,7 +73,7 @@ class UpdateShare(Sequence[UpdateStep]):
     samples, with `same` {"num_tokens": 6, "num_samples": 3, ...}.
     """
 
-    share: SampleShare
+    share: SampleShare | Samples
     # Of each step: the samples, what all ranks have in common, and the text
     steps: Sequence[tuple[Sequence[int], dict[str, Any], tuple[Tensor, ...]]]
 
@@ -83,7 +83,7 @@ class UpdateShare(Sequence[UpdateStep]):
     @cached_property
     def samples(self) -> Samples:
         """Return the samples of all steps."""
-        return self.share.samples
+        return opened(self.share)
 
     def __getitem__(self, index: int) -> UpdateStep:  # type: ignore[override]
         indices, same, texts = self.steps[index]

@@ -35,7 +35,8 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.loading import policy_processor
 from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
-from openrlhf.trainer.ppo_utils.samples import Samples, SampleShare, scatter_back
+from openrlhf.trainer.ppo_utils.experience import SampleShare, opened
+from openrlhf.trainer.ppo_utils.samples import Samples, scatter_back
 from openrlhf.trainer.ppo_utils.update_plan import Skip, UpdateResult, UpdateStep
 from openrlhf.utils.framework_logs import redirect_framework_logs
 from openrlhf.utils.gpus import peak_memory_gib
@@ -77,7 +78,7 @@ class ModelWorker:
         device memory back: torch keeps freed memory for its own process, and other roles and
         engines on this device need it.
         """
-        opened = [arg.samples if isinstance(arg, SampleShare) else arg for arg in args]
+        opened = [opened(arg) if isinstance(arg, SampleShare) else arg for arg in args]
         result = getattr(self, method)(*opened)
         torch.cuda.empty_cache()
         return result.numpy() if isinstance(result, Tensor) else result
