@@ -137,13 +137,14 @@ def share_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> Share:
     weights = shape.num_bytes(ds) / ds.tensor_parallel_size
     work = activations(shape, model, ds)
     stage = effective_stage(ds, model_size)
+    offload = model.offload and ds.tensor_parallel_size == 1 and not ds.load_in_4bit
     if not model.trains:
-        stage = 3 if model.offload or stage == 3 else 0
+        stage = 3 if offload or stage == 3 else 0
     if stage == 3:
         weights /= num_copies
         work += size * min(MAX_WHOLE, shape.num_parameters)
     if not model.trains:
-        host = weights if model.offload else 0.0
+        host = weights if offload else 0.0
         return Share(weights - host, 0.0, work, host)
     gradients, states = FP32 * learnt, FP32 * MOMENTS * learnt
     if stage > 0:  # ZeRO keeps master weights in fp32, and moves gradients in buckets
@@ -151,7 +152,11 @@ def share_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> Share:
         work += 2 * size * min(MAX_BUCKET_SIZE, learnt)
     if stage > 1:
         gradients /= num_copies
-    host = gradients + states if ds.adam_offload else 0.0
+    # Stages below 3 sum gradients in fp32 on the device, which weights in 16 bits need.
+    is_summed_there = stage < 3 and size < FP32 and ds.grad_accum_dtype in (None, "fp32")
+    host = 0.0
+    if ds.adam_offload:
+        host = states if is_summed_there else gradients + states
     return Share(weights, gradients + states - host, work, host)
 
 

@@ -383,7 +383,8 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
     bare = "true" if option.is_switch else option.bare
     if not words or (option.bare and list(words) == [""]):
         if bare is None:
-            raise ConfigError(f"{source} stands without a value. Type a value after it.")
+            value = f": {option.forms}" if option.forms else "."
+            raise ConfigError(f"{source} stands without a value. Type a value after it{value}")
         return bare
     word, plain = words[0], words[0].lower()
     nothing = (*NO, "false") if str in option.kinds else NO

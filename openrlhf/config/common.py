@@ -221,7 +221,7 @@ class DeepSpeedConfig(Base):
         split = f"--ds_tensor_parallel_size {self.tensor_parallel_size}"
         is_split, compiles = self.tensor_parallel_size > 1, self.deepcompile
         rings, lora, four_bits = self.ring_attn_size, self.lora.rank > 0, self.load_in_4bit
-        sums = self.grad_accum_dtype or "fp32"
+        sums, stage = self.grad_accum_dtype or "fp32", f"--zero_stage {self.zero_stage}"
         yield from clashes(
             (split, "--zero_stage 3", is_split and self.zero_stage == 3),
             (split, "--optim muon", is_split and is_muon),
@@ -229,6 +229,7 @@ class DeepSpeedConfig(Base):
             (split, "--load_in_4bit", is_split and four_bits),
             (split, "--deepcompile", is_split and compiles),
             ("--deepcompile", "--zero_stage 0", compiles and self.zero_stage == 0),
+            (f"--zpg {self.zpg}", stage, self.zpg > 1 and self.zero_stage < 3),
             ("--deepcompile", f"--ring_attn_size {rings}", compiles and rings > 1),
             ("--use_ds_universal_ckpt", "--optim muon", self.use_universal_ckpt and is_muon),
             (f"--grad_accum_dtype {sums}", "fp32", self.param_dtype == "fp32" and sums != "fp32"),

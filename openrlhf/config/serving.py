@@ -34,7 +34,12 @@ class SamplingConfig(TokenChoiceConfig, StopConfig):
         1.0, "Sampling temperature; 0: greedy.", "temperature", "eval_temperature", ge=0, le=2
     )
     max_new_tokens: int = option(
-        1024, "Most tokens in a response.", "max_new_tokens", "generate_max_len", gt=0
+        1024,
+        "Most tokens in a response.",
+        "max_new_tokens",
+        "generate_max_len",
+        "max_completion_length",
+        gt=0,
     )
     best_of_n: int = option(
         1,
@@ -71,7 +76,9 @@ class InferenceDataConfig(DatasetConfig):
         needed="data set",
         opens="data",
     )
-    dataset_split: str = option("train", "Split of the rows.", "dataset_split", "eval_split")
+    dataset_split: str = option(
+        "train", "Split of the rows.", "dataset_split", "eval_split", "prompt_split"
+    )
 
 
 class CSFTConfig(Base):
@@ -90,6 +97,7 @@ class InferenceVLLMConfig(Base):
         None,
         "GPUs of an engine; unset: as many as can share its heads, or one a rank.",
         "tp_size",
+        "vllm_tensor_parallel_size",
         ge=1,
     )
     max_num_seqs: int = option(256, "Most sequences at a time.", gt=0)

@@ -6,7 +6,6 @@ they say can open or close a turn. Whether a template writes all that messages h
 `openrlhf.datasets.template_fields`. Knows nothing of token ids.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from openrlhf.datasets.pictures import is_picture
+from openrlhf.datasets.strict_json import strict_json
 from openrlhf.datasets.template_fields import (
     PICTURE,
     REASONING,
@@ -123,10 +123,10 @@ def spelled_messages(value: object) -> object:
     if not isinstance(value, str) or not _SPELLED_LIST.fullmatch(value):
         return value
     try:
-        found = json.loads(value)
+        found = strict_json(value)
     except (ValueError, RecursionError) as error:
         raise RowError(
-            f"a message list in another notation than JSON: {error}. Write it with json.dumps"
+            f"a message list that cannot be read as JSON: {error}. Write it with json.dumps"
         ) from error
     is_list = all(
         isinstance(item, dict) and (item.get("role") or item.get("from")) for item in found
@@ -491,7 +491,7 @@ def _variables(value: object) -> Mapping[str, Any]:
 
 def _from_json(text: str, name: str) -> Any:
     try:
-        return json.loads(text)
+        return strict_json(text)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{name} cannot be read as JSON: {error}") from error
 

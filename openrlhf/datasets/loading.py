@@ -12,7 +12,6 @@ import glob
 import gzip
 import hashlib
 import json
-import math
 import os
 import re
 import zlib
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
+from typing import IO, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 from warnings import catch_warnings
 
 import datasets
@@ -34,6 +33,7 @@ from datasets.features.features import register_feature
 from openrlhf.config.base import DATA_SUFFIXES
 from openrlhf.config.common import last_words
 from openrlhf.config.local_paths import names_in, path_of
+from openrlhf.datasets.strict_json import strict_json
 from openrlhf.errors import ConfigError, DataError, Gathered, first_line
 from openrlhf.utils.console import warn_once
 from openrlhf.utils.progress import are_drawn
@@ -570,12 +570,7 @@ def _json_values(path: Path) -> Iterator[Record]:
             if not line.strip(_BLANK):
                 continue
             try:
-                value = json.loads(
-                    _text(line),
-                    object_pairs_hook=_unique_keys,
-                    parse_constant=_refuse_constant,
-                    parse_float=_finite,
-                )
+                value = strict_json(_text(line))
             except (ValueError, RecursionError) as error:
                 reason = first_line(error)
                 if isinstance(error, json.JSONDecodeError) and not is_array:
@@ -621,25 +616,6 @@ def _text(line: bytes) -> str:
     if b"\0" in line:
         raise ValueError("zero bytes, as after a power loss or a full disk")
     return line.decode("utf-8-sig")
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)}")
-    return row
-
-
-def _finite(text: str) -> float:
-    """Return a number; raise ValueError for one that is too large or too small for a float."""
-    number, digits = float(text), text.lower().partition("e")[0]
-    is_lost = math.isinf(number) or (number == 0 and re.search("[1-9]", digits) is not None)
-    return _refuse_constant(text) if is_lost else number
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number that can be trained on")
 
 
 def _csv_records(path: Path, columns: dict[str, None]) -> Iterator[Record]:

@@ -75,7 +75,8 @@ def init_process_group(topology: Topology, *, rank_timeout_s: float) -> torch.de
     # DeepSpeed makes groups of its own without a word about time: they get what torch gives then.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
-    os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed insists on it
+    # DeepSpeed insists on it, and takes this device.
+    os.environ["LOCAL_RANK"] = str(topology.local_rank if device.index is None else device.index)
     if not dist.is_initialized():
         with _joining(topology):
             dist.init_process_group(

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from openrlhf.config.cli import leaves
-from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig, RunConfig
+from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig, RunConfig, clashes
 from openrlhf.distributed import collectives
 from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
@@ -32,6 +32,7 @@ from openrlhf.distributed.train_engine import (
 )
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import ConfigError
+from openrlhf.utils.console import warn
 from openrlhf.utils.context_parallel import ContextGroup
 from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress
@@ -60,6 +61,7 @@ FLAG_OF_KEY = {
     "scheduler.params.warmup_num_steps": "--lr_warmup_ratio",
     "scheduler.params.total_num_steps": "--max_epochs",
 }
+STAYS = "a frozen model that was to wait in host memory stays on the device"
 
 
 def get_strategy(args: Any) -> "DeepSpeedStrategy":
@@ -166,7 +168,7 @@ class DeepSpeedStrategy:
         if is_muon and self.ds.adam_offload and stage < 3 and not is_fp32:
             raise ConfigError(
                 "--optim muon with --adam_offload in 16 bits sums micro-batches in 16 bits, which "
-                "loses them. Leave --adam_offload out, or type --zero_stage 3 on several ranks."
+                "loses them. Leave --adam_offload out, or type --zero_stage 3."
             )
         config = training_config(self.ds, optim, model_size)
         self._split_layers(model)
@@ -198,10 +200,14 @@ class DeepSpeedStrategy:
         model_size = self._made_ready(model, is_trained=False)
         model.requires_grad_(requires_grad=False).eval()
         if is_quantized(model):  # packed weights have no type to change
+            if offload and self.is_main:
+                warn(f"{STAYS}: it has weights of 4 bits")
             return EvalEngine(model.to(self.device), self.device)
         self._split_layers(model)
         is_whole = effective_stage(self.ds, model_size) < 3
         if self.topology.tp_size > 1 or (is_whole and not offload):
+            if offload and self.is_main:
+                warn(f"{STAYS}: its layers are split (--ds_tensor_parallel_size)")
             _cast(model, model_size.dtype)
             return EvalEngine(model.to(self.device), self.device)
         config = _common(self.ds.model_copy(update={"adam_offload": False}), model_size, 3)
@@ -306,16 +312,19 @@ def effective_stage(ds: DeepSpeedConfig, model_size: ModelSize) -> int:
     """Return the stage DeepSpeed runs: the same mathematics as `ds.zero_stage`, at the least cost.
 
     On one rank nothing can be partitioned: stage 3, which takes two to five times the host's time
-    and more memory, is stage 2 (unless a user's JSON may offload parameters), and fp32 weights need
-    no master copy: all are stage 0. In 16 bits stages 0 and 1 are stage 2: only there does
-    DeepSpeed sum micro-batches in fp32 and check them. Nor does it clip gradients of split layers
-    as a whole elsewhere.
+    and more memory, is stage 2 (unless a user's JSON may offload parameters, or the optimizer is
+    offloaded: stage 3 alone sums gradients in host memory), and fp32 weights need no master copy:
+    all are stage 0. In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum
+    micro-batches in fp32 and check them. Nor does it clip gradients of split layers as a whole
+    elsewhere. Stage 0 moves no states: for that it is stage 1.
     """
-    is_alone = model_size.num_copies == 1
-    stage = min(ds.zero_stage, 2) if is_alone and ds.config is None else ds.zero_stage
-    needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile or ds.config is not None
+    is_alone, moves_states = model_size.num_copies == 1, ds.adam_offload or ds.enable_sleep
+    stage = max(ds.zero_stage, 1) if moves_states else ds.zero_stage
+    if is_alone and ds.config is None and not ds.adam_offload:
+        stage = min(stage, 2)
     if model_size.dtype != torch.float32 or ds.tensor_parallel_size > 1:
         return max(2, stage)
+    needs_zero = moves_states or ds.deepcompile or ds.config is not None
     return 0 if is_alone and not needs_zero else stage
 
 
@@ -329,19 +338,30 @@ def merge_user_config(config: dict[str, Any], ds: DeepSpeedConfig) -> None:
     except (ValueError, AttributeError) as error:
         message = f"--deepspeed_config {ds.config} is not a JSON object ({error}). Mend the file."
         raise ConfigError(message) from error
-    ours = {**dict(leaves(config)), "zero_optimization.stage": ds.zero_stage}
+    ours = {
+        "zero_optimization.offload_optimizer.device": "none",  # left out where it is so
+        "zero_optimization.zero_hpz_partition_size": 1,
+        **dict(leaves(config)),
+        "zero_optimization.stage": ds.zero_stage,
+    }
     set_by_user = {key: value for key, value in user.items() if value != "auto"}
     problems = [
         f'{ds.config}: {key} is {value}, but {FLAG_OF_KEY[key]} decides it: write "auto" there.'
         for key, value in set_by_user.items()
         if key in FLAG_OF_KEY and value != ours.get(key)
     ]
+    weights = set_by_user.get("zero_optimization.offload_param.device", "none")
+    if ds.enable_sleep and weights != "none":  # DeepSpeed has no states to move then
+        problems += clashes((f"offload_param in {ds.config}", "--deepspeed_enable_sleep", True))
     if problems:
         raise ConfigError(problems)
-    for key, value in set_by_user.items():
-        *parents, last = key.split(".")
-        if key in FLAG_OF_KEY or parents[:1] in (["optimizer"], ["scheduler"]):
-            continue  # these are made outside
+    others = {key: value for key, value in set_by_user.items() if key not in FLAG_OF_KEY}
+    unused = [key for key in others if key.startswith(("optimizer.", "scheduler."))]
+    if unused and collectives.is_main():
+        decide = "--optim and --lr_scheduler decide, with their settings."
+        warn(f"{ds.config}: not used: {', '.join(unused)}. {decide}")
+    for key in others.keys() - {*unused}:
+        value, (*parents, last) = others[key], key.split(".")
         section = config
         for parent in parents:
             section = section.setdefault(parent, {})
@@ -358,7 +378,7 @@ def _common(ds: DeepSpeedConfig, model_size: ModelSize, stage: int) -> dict[str,
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if stage == 3:
-        zero["zero_hpz_partition_size"] = ds.zpg
+        zero["zero_hpz_partition_size"] = ds.zpg if ds.zero_stage == 3 else 1
     # Sums over many micro-batches lose small addends in 16 bits.
     grad_accum_dtype = (
         "fp32" if model_size.dtype == torch.float32 else ds.grad_accum_dtype or "fp32"

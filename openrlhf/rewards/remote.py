@@ -8,6 +8,7 @@ What comes is bounded in bytes, as sent and unpacked, and in time.
 
 import asyncio
 import json
+import math
 import os
 import random
 import time
@@ -15,6 +16,7 @@ import uuid
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from urllib.parse import urljoin, urlsplit
 
 import httpx
@@ -190,9 +192,8 @@ class RemoteReward(RewardSource):
         finally:
             server.num_in_flight -= 1
         if reply.status in TRY_AGAIN or reply.status >= 500:
-            wait = reply.headers.get("retry-after", "")
             problem = f"answered {reply.status}: {start_of(reply.content)}"
-            return Failure(problem, float(wait) if wait.isdecimal() else 0.0)
+            return Failure(problem, _seconds_of(reply.headers.get("retry-after", "")))
         return reply
 
     async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> Reply:
@@ -222,6 +223,17 @@ def _host_of(url: str) -> str:
             "Type http://host:port/get_reward, several with commas between."
         )
     return parts.hostname
+
+
+def _seconds_of(retry_after: str) -> float:
+    """Return the seconds that a server asks to wait, by their number or by a date (RFC 9110,
+    section 10.2.3); 0 for anything else.
+    """
+    for read in (float, lambda date: parsedate_to_datetime(date).timestamp() - time.time()):
+        with suppress(ValueError):
+            wait_s = read(retry_after)
+            return max(wait_s, 0.0) if math.isfinite(wait_s) else 0.0
+    return 0.0
 
 
 def _unpacked(url: str, content: bytes) -> bytes:

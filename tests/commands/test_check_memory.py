@@ -46,8 +46,15 @@ def test_states_are_what_zero_leaves_on_a_rank(tiny_model_dir: Path) -> None:
     assert (second.weights, second.states) == (2 * count, 16 * count / 4)
     _, third = share(tiny_model_dir, "bf16", 4, zero_stage=3)
     assert (third.weights, third.states) == (2 * count / 4, 16 * count / 4)
-    _, offloaded = share(tiny_model_dir, "bf16", 4, adam_offload=True)
+    _, offloaded = share(tiny_model_dir, "bf16", 4, zero_stage=3, adam_offload=True)
     assert (offloaded.states, offloaded.host) == (0, 16 * count / 4)
+    # Below stage 3 gradients are summed on the device, unless in 16 bits, or the weights are fp32.
+    for stage_2, on_device in [({}, 4), ({"grad_accum_dtype": "bf16"}, 0)]:
+        _, offloaded = share(tiny_model_dir, "bf16", 4, adam_offload=True, **stage_2)
+        assert (offloaded.states, offloaded.host) == (
+            on_device * count / 4,
+            (16 - on_device) * count / 4,
+        )
     _, adapter = share(tiny_model_dir, "bf16", 1, lora=LoraConfig(rank=2))
     assert adapter.states < 0.1 * 16 * count
 

@@ -147,7 +147,7 @@ def test_message_lists_in_cells_of_a_csv_file_are_messages(tokenizer, tmp_path):
 
 def test_a_message_list_in_pythons_notation_is_refused_by_its_row(tokenizer, tmp_path):
     rows = Dataset.from_list([{"messages": str(DIALOGUE)}])
-    told = "row 1: a message list in another notation than JSON: .*Write it with json.dumps"
+    told = "row 1: a message list that cannot be read as JSON: .*Write it with json.dumps"
     for options in ({}, {"apply_chat_template": False}, {"apply_chat_template": True}):
         with pytest.raises(DataError, match=told):
             PromptDataset(rows, tokenizer, RowFormat(**options))

@@ -204,6 +204,12 @@ def test_a_call_is_learnt_in_each_form_that_data_sets_give_it(plain):
             to_messages([ASKED, bad])
 
 
+@pytest.mark.parametrize("text", ['{"a": 1e400}', '{"a": NaN}', '{"a": 1, "a": 2}'])
+def test_arguments_as_text_are_read_as_they_stand_or_refused(text):
+    with pytest.raises(RowError, match=r"is not a number that can be trained on|duplicate key a"):
+        to_messages([ASKED, call(text)])
+
+
 def test_roles_mean_what_their_formats_mean():
     names = ["prompter", "function_call", "observation", "gpt"]
     values = ["a", '{"name": "f", "arguments": {}}', "1", "b"]

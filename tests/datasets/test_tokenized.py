@@ -253,6 +253,12 @@ def test_special_tokens_in_tools_are_text(
 def test_tools_that_are_no_list_are_refused(read: Reader, tokenizer: Tokenizer) -> None:
     for tools, problem in (
         ("{", "'tools' cannot be read as JSON"),
+        (
+            '[{"name": "f", "least": 1e400}]',
+            "'tools' cannot be read as JSON: 1e400 is not a number",
+        ),
+        ('[{"name": "f", "name": "g"}]', "'tools' cannot be read as JSON: duplicate key name"),
+        ('[{"name": "f", "least": -Infinity}]', "JSON: -Infinity is not a number"),
         ('{"a": 1}', "is dict, not a list"),
     ):
         with pytest.raises(DataError, match=problem):

@@ -398,6 +398,9 @@ ALONE = ModelSize(torch.float32, num_parameters=1000, num_copies=1)
         (3, replace(BF16, num_copies=1), {"enable_sleep": True}, 2),
         (3, ALONE, {"config": "offloaded_parameters.json"}, 3),
         (2, ALONE, {"adam_offload": True}, 2),
+        (3, replace(BF16, num_copies=1), {"adam_offload": True}, 3),
+        (0, FP32, {"adam_offload": True}, 1),
+        (0, ALONE, {"enable_sleep": True}, 1),
         (1, BF16, {}, 2),
         (0, BF16, {}, 2),
         (3, BF16, {}, 3),
@@ -439,6 +442,31 @@ def test_auto_is_filled_and_other_keys_are_kept(tmp_path: Path) -> None:
     assert config["zero_optimization"]["overlap_comm"] is False
     assert config["comms_logger"] == {"enabled": True}
     assert not {"scheduler", "optimizer"} & config.keys()  # they are made outside
+
+
+def test_an_optimizer_of_the_json_is_said_to_be_without_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given = {
+        "optimizer": {"type": "Lamb", "params": {"lr": "auto"}},
+        "scheduler": {"type": "OneCycle"},
+    }
+    training_config(write(tmp_path / "ds.json", given), OptimizerConfig(), ALONE)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "not used: optimizer.type, scheduler.type. --optim and --lr_scheduler decide" in said
+
+
+def test_what_is_left_out_of_our_settings_is_no_contradiction(tmp_path: Path) -> None:
+    zero = {"offload_optimizer": {"device": "none"}, "zero_hpz_partition_size": 1}
+    ds = write(tmp_path / "ds.json", {"zero_optimization": zero})
+    config = training_config(ds, OptimizerConfig(), FP32)
+    assert "offload_optimizer" not in config["zero_optimization"]
+
+
+def test_parameters_that_a_json_offloads_have_no_states_to_sleep(tmp_path: Path) -> None:
+    ds = write(tmp_path / "ds.json", {"zero_optimization": {"offload_param": {"device": "cpu"}}})
+    with pytest.raises(ConfigError, match=r"offload_param in .* with --deepspeed_enable_sleep"):
+        training_config(ds.model_copy(update={"enable_sleep": True}), OptimizerConfig(), FP32)
 
 
 def test_every_contradiction_is_named_with_its_flag(tmp_path: Path) -> None:

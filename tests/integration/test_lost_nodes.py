@@ -11,7 +11,7 @@ from tests.helpers.faults import ENGINE, STOP
 from tests.helpers.lost_nodes import NUM_STEPS, PLAN
 from tests.integration.commands import SMALL, argv, run_command, steps_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(1900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLER = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo"}
