@@ -36,7 +36,7 @@ from openrlhf.rewards.function import CallableReward
 from openrlhf.utils import stopping
 from openrlhf.utils.callbacks import Callback
 from openrlhf.utils.console import say_notices
-from openrlhf.utils.framework_logs import quiet_frameworks
+from openrlhf.utils.framework_logs import put_back, quiet_frameworks
 from openrlhf.utils.given_objects import as_paths, is_object
 from openrlhf.utils.run_folder import METRICS_FILE
 from openrlhf.utils.snapshots import with_snapshots
@@ -120,7 +120,15 @@ class Method(Generic[ConfigT]):
         return {"ckpt.output_dir": output} | rest | written
 
     def _given(self, config: ConfigT | None, settings: Mapping[str, object]) -> ConfigT:
-        """Return the config, or one of the settings; raise ConfigError for both."""
+        """Return the config, or one of the settings; raise ConfigError for both, and for a config
+        of another command.
+        """
+        if config is not None and not isinstance(config, self.config_class):
+            kind = type(config).__name__
+            raise ConfigError(
+                f"A {kind} stands in place of a {self.config_class.__name__}. Give settings by "
+                "name, as keyword arguments, or what `config` of this function returns."
+            )
         if config is not None and settings:
             raise ConfigError(
                 f"Settings stand beside a config, which is frozen: {', '.join(settings)}. Build "
@@ -151,7 +159,7 @@ class Supervised(Method[ConfigT]):
         run = resolve_name("openrlhf.commands.train_supervised:run_supervised")
         recipe = _subclass_of(resolve_name(self.method.recipe), trainer)
         callbacks = _checked_callbacks(callbacks)
-        with stopping.listening():
+        with put_back(), stopping.listening():
             run(recipe, config, callbacks=callbacks)
         return Result(Path(config.ckpt.output_dir).resolve())
 
@@ -212,7 +220,7 @@ class Reinforcement(Rewarded[PPOConfig]):
         trainer = _subclass_of(own_class, trainer)
         make_trainer = partial(trainer, callbacks=_checked_callbacks(callbacks))
         source, run = self._source(config, reward), resolve_name(self.run)
-        with stopping.listening():
+        with put_back(), stopping.listening():
             run(config, make_trainer, reward_source=source)
         return Result(Path(config.ckpt.output_dir).resolve())
 
@@ -231,7 +239,7 @@ class Evaluating(Rewarded[EvaluateConfig]):
         """Evaluate with a config, or with settings; return the measurements of each of `models`."""
         config = self._given(config, settings, reward)
         run = resolve_name("openrlhf.commands.evaluate:run_evaluation")
-        with stopping.listening():
+        with put_back(), stopping.listening():
             return run(config, reward_source=self._source(config, reward))
 
 

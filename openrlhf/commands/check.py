@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import torch
 
 from openrlhf.commands import evaluate, train_rl, train_supervised
@@ -66,18 +65,6 @@ from openrlhf.utils.memory import human_size
 ROOM = 0.8  # of the free memory, for the weights of reward models
 REWARD_S = 30.0  # for the rewards of two rows
 TRAINED = "model"  # the role of the trained model of a supervised run
-# What to type where weights and states do not fit, and where a micro-batch may not.
-LESS = {
-    True: (
-        "--zero_stage 3, --adam_offload, --lora_rank 16 or a smaller "
-        "--vllm_gpu_memory_utilization, or give it more ranks",
-        "a smaller --micro_train_batch_size, or --gradient_checkpointing",
-    ),
-    False: (
-        "--bf16, --load_in_4bit or a smaller --vllm_gpu_memory_utilization",
-        "a smaller --micro_rollout_batch_size",
-    ),
-}
 
 
 def check_supervised(
@@ -347,6 +334,8 @@ class Plan:
             if models[role].trains and is_vision(self.shapes[role].config):
                 lines[role] += "; what its tower keeps of images comes on top"
             pools.setdefault(models[role].pool if self.has_gpus else "", []).append(role)
+        # Without GPUs what is offloaded is in the same memory.
+        on_device = {role: s if self.has_gpus else s.in_one_memory() for role, s in shares.items()}
         engine, sleeps = 0.0, False
         engines = [demand for demand in self.demands if demand.role == "vllm"]
         if engines:
@@ -361,7 +350,7 @@ class Plan:
             counts = [1 if self.has_gpus else models[role].num_ranks for role in roles]
             has_engine = not self.has_gpus or any(demand.pool == pool for demand in engines)
             certain, peak = peaks_of(
-                [shares[role].times(n) for role, n in zip(roles, counts, strict=True)],
+                [on_device[role].times(n) for role, n in zip(roles, counts, strict=True)],
                 engine=engine if has_engine else 0.0,
                 engine_sleeps=self.has_gpus and sleeps,
                 states_sleep=self.has_gpus and config.ds.enable_sleep,
@@ -369,7 +358,7 @@ class Plan:
             peak += PROCESS * sum(counts)
             gpu = f"a GPU of {pool}" if pool else "a GPU"
             device = gpu if self.has_gpus else "this machine"
-            lines[device] = f"{human_size(peak)} at most"
+            lines[device] = f"about {human_size(peak)}"
             if have is not None:
                 lines[device] += f"; {human_size(have)} are there"
                 with self.gathered:
@@ -379,7 +368,14 @@ class Plan:
 
     def check_fits(self, device: str, certain: float, peak: float, have: float) -> None:
         """Raise ConfigError if weights and states cannot fit; warn if micro-batches may not."""
-        less, less_work = LESS[bool(self.trained)]
+        less, less_work = "--bf16 or --load_in_4bit", "a smaller --micro_rollout_batch_size"
+        if self.trained:
+            less = "--lora_rank 16, or take a smaller model"
+            less_work = "a smaller --micro_train_batch_size, or --gradient_checkpointing"
+        if self.trained and self.has_gpus:
+            less = "--zero_stage 3, --adam_offload or --lora_rank 16, or give it more ranks"
+        if self.has_gpus and any(demand.role == "vllm" for demand in self.demands):
+            less = f"a smaller --vllm_gpu_memory_utilization, {less}"
         if certain > have:
             raise ConfigError(
                 f"memory of {device}: {human_size(certain)} of weights, optimizer states and "
@@ -399,13 +395,13 @@ class Plan:
         ]
         sizes = [shape.num_bytes(ds) for shape in here]
         has_gpu = torch.cuda.is_available()
-        free = torch.cuda.mem_get_info()[0] if has_gpu else psutil.virtual_memory().available
+        free = torch.cuda.mem_get_info()[0] if has_gpu else free_memory()
         return len(sizes) == len(shapes) and sum(sizes) < ROOM * free
 
     def device_bytes(self) -> float | None:
         """Return the memory of a device; None for GPUs of other machines."""
         if not self.has_gpus:
-            return float(psutil.virtual_memory().available)
+            return float(free_memory())
         is_here = torch.cuda.is_available()
         return float(torch.cuda.get_device_properties(0).total_memory) if is_here else None
 

@@ -98,6 +98,10 @@ class Share:
             *(number * value for value in (self.weights, self.states, self.work, self.host))
         )
 
+    def in_one_memory(self) -> "Share":
+        """Return the share where the device has no memory of its own."""
+        return Share(self.weights, self.states + self.host, self.work)
+
     def in_words(self, model: Model) -> str:
         """Return the share of a rank of a model as people read it."""
         parts = {

@@ -18,6 +18,7 @@ import torch
 from packaging.requirements import Requirement
 
 from openrlhf.config.serving import DoctorConfig
+from openrlhf.distributed.folders import free_memory
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.console import notice
 from openrlhf.utils.findings import Finding, NodeReport
@@ -142,8 +143,12 @@ def gpu_findings() -> Iterator[Finding]:
 def memory_findings() -> Iterator[Finding]:
     """Yield free memory, and the room of /dev/shm, in which processes share it."""
     memory = psutil.virtual_memory()
-    said = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
-    remedy = "End what else runs here (ps aux --sort=-rss)." * (memory.available < MIN_MEMORY)
+    free = free_memory()
+    said = f"{free / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    remedy = "End what else runs here (ps aux --sort=-rss)." * (free < MIN_MEMORY)
+    if free < memory.available:
+        said += " for this container or job"
+        remedy = "Give it more memory (docker run --memory, sbatch --mem)." * (free < MIN_MEMORY)
     yield Finding("memory", said, remedy)
     if os.path.isdir("/dev/shm"):
         disk = shutil.disk_usage("/dev/shm")

@@ -8,7 +8,9 @@ import logging
 import os
 import re
 import sys
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from openrlhf.utils.console import LOGGER
@@ -110,6 +112,23 @@ def redirect_framework_logs(
     if capture_streams:
         _capture_streams(path)
     return path
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Put warnings and the frameworks' loggers back as they were: a program goes on after a run."""
+    loggers = [logging.getLogger(name) for name in FRAMEWORK_LOGGERS]
+    before = [(each.__class__, each.handlers, each.propagate) for each in loggers]
+    showing, vllm = warnings.showwarning, os.environ.get(VLLM_LOGGING)
+    try:
+        yield
+    finally:
+        for logger, (kind, handlers, propagate) in zip(loggers, before, strict=True):
+            logger.__class__, logger.handlers, logger.propagate = kind, handlers, propagate
+        if warnings.showwarning is not showing:
+            logging.captureWarnings(capture=False)
+        if vllm is None:
+            os.environ.pop(VLLM_LOGGING, None)
 
 
 def _keep_in_file(name: str, handler: logging.Handler) -> None:

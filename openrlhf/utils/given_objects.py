@@ -20,9 +20,9 @@ NUM_DIGITS = 12  # of a digest, in a name
 
 
 def is_object(value: object) -> bool:
-    """Return True if a setting is no text: an object, or a list with one."""
+    """Return True if a setting is no text: an object, or a list with one or with nothing."""
     if isinstance(value, list | tuple):
-        return any(map(is_object, value))
+        return not value or any(map(is_object, value))
     return not isinstance(value, str | os.PathLike | bool | int | float | None)
 
 
@@ -33,9 +33,16 @@ def as_paths(name: str, value: Any, folder: Path) -> Any:
     if not is_object(value):
         return value
     is_list = isinstance(value, list | tuple)
+    if is_list and not value:
+        raise ConfigError(f"{name} has no rows. Give one that has some.")
     if is_list and all(isinstance(row, Mapping) for row in value):
         return _written(name, ".jsonl", folder, lambda path: _write_rows(value, path))
     if is_list and len(value) == 2 and all(hasattr(part, "save_pretrained") for part in value):
+        if any(getattr(part, "peft_config", None) for part in value):  # it would be saved alone
+            raise ConfigError(
+                f"{name} has an adapter on a model in memory. Give the model with the adapter "
+                "merged (merge_and_unload), or the adapter's folder."
+            )
         return _written(name, "", folder, lambda path: [p.save_pretrained(path) for p in value])
     if is_list:
         return [as_paths(name, part, folder) for part in value]
@@ -43,6 +50,11 @@ def as_paths(name: str, value: Any, folder: Path) -> Any:
         form = getattr(value, "format", None)  # of a data set
         if isinstance(form, Mapping) and form.get("type") == "custom":
             raise ConfigError(f"{name} has a transform, which no file keeps. Give it with map.")
+        if not hasattr(value, "__len__"):
+            raise ConfigError(
+                f"{name} is a stream, which may have no end. Give "
+                "datasets.Dataset.from_list(list(stream.take(1000))) or a path or hub id."
+            )
         if hasattr(value, "reset_index"):  # pandas would write the index of a filtered frame
             value = value.reset_index(drop=True)
         return _written(name, ".parquet", folder, value.to_parquet)
@@ -60,13 +72,27 @@ def _write_rows(rows: list[Mapping[str, object]], path: str) -> None:
     with Path(path).open("w") as file:
         for number, row in enumerate(rows, start=1):
             try:
-                file.write(json.dumps(dict(row), default=_as_text) + "\n")
+                cells = [
+                    f"{json.dumps(str(key))}: {_cell(key, value)}" for key, value in row.items()
+                ]
             except (TypeError, ValueError) as error:
-                raise ValueError(f"row {number}: {error}") from error
+                raise ValueError(f"row {number}, {error}") from error
+            file.write(f"{{{', '.join(cells)}}}\n")
 
 
-def _as_text(value: object) -> str:
-    """Return a path or an image as rows of a file have it; raise TypeError for another object."""
+def _cell(key: object, value: object) -> str:
+    try:
+        return json.dumps(value, default=_as_text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"column {key!r}: {error}") from error
+
+
+def _as_text(value: Any) -> object:
+    """Return a number of numpy or torch, a path or an image as rows of a file have it; raise
+    TypeError for another object.
+    """
+    if hasattr(value, "tolist") and getattr(value, "ndim", None) == 0:
+        return value.tolist()
     if isinstance(value, os.PathLike):
         return str(value)
     try:

@@ -61,7 +61,7 @@ def load_tokenizer(
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         problem = f"cannot be loaded: {first_line(error)} Give a folder with tokenizer files, or a "
         problem += "hub name that can be reached."
         if "trust_remote_code" in str(error):

@@ -95,6 +95,7 @@ def test_a_frozen_model_that_is_offloaded_takes_host_memory(tiny_model_dir: Path
     size = 2 * shape.num_parameters
     assert (kept.weights, kept.states, kept.host) == (size, 0, 0)
     assert (offloaded.weights, offloaded.host) == (0, size)
+    assert offloaded.in_one_memory().states == size  # a CPU has no other memory
 
 
 def test_sleep_takes_the_engine_and_the_other_states_out_of_the_peak() -> None:

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pandas
+import peft
 import pytest
+import torch
 import transformers
 
 from openrlhf.api import evaluate, sft
@@ -34,6 +37,30 @@ def test_rows_may_hold_images_bytes_and_paths(tmp_path: Path) -> None:
     assert row["images"][2] == str(tmp_path / "a.png")
     for value in row["images"]:
         assert read_picture(value).open().tobytes() == image.tobytes()
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
+    rows = [{"input": "a", "n": np.int64(3), "x": np.float32(0.5), "t": torch.tensor(1)}]
+    path = as_paths("dataset", rows, tmp_path)
+    assert json.loads(Path(path).read_text()) == {"input": "a", "n": 3, "x": 0.5, "t": 1}
+
+
+def test_a_model_with_an_adapter_is_refused_since_its_base_would_be_lost(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model_dir)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="has an adapter on a model in memory"):
+        as_paths("pretrain", (wrapped, tokenizer), tmp_path)
+
+
+def test_what_has_no_rows_and_what_has_no_end_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="eval_dataset has no rows"):
+        as_paths("eval_dataset", [], tmp_path)
+    endless = datasets.IterableDataset.from_generator(lambda: iter(lambda: {"input": "a"}, None))
+    with pytest.raises(ConfigError, match="dataset is a stream"):
+        as_paths("dataset", endless, tmp_path)
 
 
 @pytest.mark.parametrize("make", [datasets.Dataset.from_list, pandas.DataFrame])
@@ -69,7 +96,10 @@ def test_what_cannot_be_written_is_one_line_with_what_to_give(tmp_path: Path) ->
         (datasets.Dataset.from_list(ROWS[1:]).with_transform(dict), "dataset has a transform"),
         ({"input": ["a"], "output": ["b"]}, r"be a dict. Give datasets.Dataset.from_dict of it"),
         (iter(ROWS), "cannot be a list_iterator. Give a path or hub id, a datasets.Dataset, or a"),
-        ([{}, {"input": {1, 2}}], "row 2: neither JSON nor an image: set instead of an image"),
+        (
+            [{}, {"input": {1, 2}}],
+            "row 2, column 'input': neither JSON nor an image: set instead of an image",
+        ),
     ):
         with pytest.raises(ConfigError, match=said) as caught:
             as_paths("dataset", value, tmp_path)

@@ -1,14 +1,17 @@
 """The console's words, the hints' thresholds, and the frameworks' chatter kept off the screen."""
 
+import logging
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from openrlhf.config.base import Caution
 from openrlhf.utils import console, step_line
+from openrlhf.utils.framework_logs import put_back, redirect_framework_logs
 
 METRICS = {
     "reward": 0.4121,
@@ -318,3 +321,13 @@ def test_a_run_goes_on_though_its_console_has_a_full_disk_or_no_reader_any_more(
         said = (tmp_path / "run/logs" / log).read_text()
         for line in ("step 1", "a rank is quiet", "one more word", "step 2", "step 3"):
             assert line in said
+
+
+def test_a_program_has_its_warnings_back_after_a_run(tmp_path: Path) -> None:
+    logger, shown = logging.getLogger("transformers"), warnings.showwarning
+    before = logger.handlers, logger.propagate, type(logger)
+    with put_back():
+        redirect_framework_logs(tmp_path, "sft-0")
+        assert warnings.showwarning is not shown
+    assert (logger.handlers, logger.propagate, type(logger)) == before
+    assert warnings.showwarning is shown
