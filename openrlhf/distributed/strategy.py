@@ -32,7 +32,7 @@ from openrlhf.distributed.train_engine import (
 )
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import ConfigError
-from openrlhf.utils.console import warn
+from openrlhf.utils.console import warn, warn_once
 from openrlhf.utils.context_parallel import ContextGroup
 from openrlhf.utils.packing import base_model_of
 from openrlhf.utils.progress import progress
@@ -359,7 +359,7 @@ def merge_user_config(config: dict[str, Any], ds: DeepSpeedConfig) -> None:
     unused = [key for key in others if key.startswith(("optimizer.", "scheduler."))]
     if unused and collectives.is_main():
         decide = "--optim and --lr_scheduler decide, with their settings."
-        warn(f"{ds.config}: not used: {', '.join(unused)}. {decide}")
+        warn_once(f"{ds.config}: not used: {', '.join(unused)}. {decide}")
     for key in others.keys() - {*unused}:
         value, (*parents, last) = others[key], key.split(".")
         section = config
