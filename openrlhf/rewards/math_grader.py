@@ -22,7 +22,7 @@ from openrlhf.rewards.math_expressions import (
     same_mathematics,
 )
 from openrlhf.rewards.workers import FunctionPool
-from openrlhf.utils.math_utils import FUNCTIONS, final_answers, plain_math
+from openrlhf.utils.math_utils import DOUBT, FUNCTIONS, final_answers, plain_math
 
 LIMIT_S = 5.0  # of a comparison
 POOL_TIMEOUT_S = 30.0  # of a comparison for a thread
@@ -33,7 +33,7 @@ LETTER = re.compile(
     r"([A-J])(?![A-Za-z'^_]|\s*[+*/=|])"
 )
 LETTERS = re.compile(
-    r"\W*\(?[A-J]\)?(?:(?:\s*[,&]\s*(?:and\s+)?|\s+and\s+)\(?[A-J]\)?)*[^\w'^]*|(?=..)A?B?C?D?E?F?G?H?I?J?"
+    r"[^\w!¬]*\(?[A-J]\)?(?:(?:\s*[,&]\s*(?:and\s+)?|\s+and\s+)\(?[A-J]\)?)*[^\w'^]*|(?=..)A?B?C?D?E?F?G?H?I?J?"
 )
 LABELLED = re.compile(
     r"\W*(?:(?i:option|choice|answer)\W+)?\(?([A-J])(?:\s*[).:]|\s+(?=[\d$]|\\frac|\\sqrt))(.+)"
@@ -43,19 +43,52 @@ INITIALS = re.compile(r"\b(?:[A-Z]\.\s*)+(?=[A-Za-z][a-z])")
 LAST_LABEL = "E"  # of most lists of choices
 VERDICT = re.compile(r"\b(?:is|the|right|correct|true|best|answer|choice|option)\b")
 DENIED = re.compile(
-    r"(?:\b(?:not|cannot|never|except|neither)\b|n['’]t\b|\b(?:rather|other) than\b|\binstead of\b"
+    rf"(?:(?:\bI (?:can )?)?(?:{DOUBT}|\bdiffer(?:s|ent) from\b|\brul(?:e|ed|es) out\b"
+    r"|\b(?:eliminate|exclude|reject|discard)s? (?:option |choice )?(?=\(?[A-J]\b))"
+    r"|\b(?:not|cannot|never|except|neither)\b|n['’]t\b|\b(?:rather|other) than\b|\binstead of\b"
     r"|\bnicht\b|\bkeine?\b|\bpas\b|\bno es\b|\bnon è\b|\bне\b"
-    r"|不是|\\(?:ne|neg|lnot|not)(?![A-Za-z])|¬).*?(?=\b(?:but|mais|sondern|sino)\b|[,;]|\.(?!\d)|$)",
+    r"|不是|(?:[^\s,;]+\s*)?\\ne(?![A-Za-z])|\\(?:neg|lnot|not)(?![A-Za-z])"
+    r"|^\W*\\sim(?![A-Za-z])|¬|(?<![\w)])!(?=\(?(?-i:[A-J])\b))"
+    r".*?(?=\b(?:but|mais|sondern|sino)\b|[,;]|\.(?!\d)|$)",
     re.IGNORECASE,
 )
 WRONG = re.compile(
-    r"\b(?:wrong|incorrect)\b|错|(?:では|じゃ)(?:な|あり)|아니|아닙|ليس", re.IGNORECASE
+    r"\b(?:wrong|incorrect)\b|\b(?:is|are) (?:\w+ )?(?:false|impossible)\s*(?:[.,;]|$)"
+    r"|\bbe (?:ruled out|eliminated|excluded)\b"
+    r"|错|(?:では|じゃ)(?:な|あり)|아니|아닙|ليس",
+    re.IGNORECASE,
 )
 ALL_BUT = re.compile(
-    r"\b(?i:(?:all|any\w*) but|no|without|(?:none|half|opposite|complement) of) \(?[A-J](?!\w)"
+    r"\b(?i:(?:all|any\w*|every\w*) but|no|without"
+    r"|(?:none|half|opposite|complement) of) \(?[A-J](?!\w)"
+)
+CONJUNCTION = "as|because|while|but|since|whereas"
+CANDIDATE = r"(?:\(?(?-i:[A-J])\)?(?!\w)|-?\$?\d(?:[\d.,/]*\d)?)"
+# Said of other candidates than the answer: B; A is wrong.
+REFUTED = re.compile(
+    rf"(?:^|;|,?\s*\b(?:{CONJUNCTION})\b|,(?=[^,;]*\b(?:is|was|would)\b))"
+    rf"\s*(?:(?:and|{CONJUNCTION})\s+)?"
+    r"(?:(?:the\s+)?(?:option|choice|answer|case|value)s?\s+)?(?:[a-z]\s*=\s*)?"
+    rf"(?P<named>{CANDIDATE}(?:(?:,\s*|\s+)(?:(?:and|or)\s+)?{CANDIDATE})*)"
+    r"\s+(?:is|are|was|were|(?:would|must|can|could) be)\s+(?:an?\s+)?(?:(?!not\b)\w+\s+)?"
+    r"(?:wrong|incorrect|false|impossible|mistakes?|ruled out|eliminated|excluded)\s*(?=[.;,]|$)",
+    re.IGNORECASE,
+)
+NOT_RIGHT = re.compile(
+    r"(?:\bcannot be|\bnot|n['’]t)(?: the)? (?:correct|right)(?: (?:answer|choice|option|one))?\s*"
+    r"(?=[.;,]|$)",
+    re.IGNORECASE,
+)
+# The choices in Between A and B, I choose B; a remark that names none.
+MENTIONED = re.compile(
+    r"^\W*(?:between|(?:out )?of|among)(?:(?:,| and| or)*\s*\(?(?-i:[A-J])\)?(?!\w))+\s*,"
+    r"|\(see [^()]*\)",
+    re.IGNORECASE,
 )
 REASON = re.compile(
-    r",?\s*\b(?:because|since|where|which|if|when|given|whether)\b.*", re.IGNORECASE
+    r",?\s*\b(?:because|since|where|which(?!(?: \w+){1,2} (?:wrong|incorrect|false))"
+    r"|if|when|given|whether)\b.*",
+    re.IGNORECASE,
 )
 PREMISE = re.compile(r"^(?:since|because|given)\b[^,]*,(?!\d{3})", re.IGNORECASE)
 HEDGE = re.compile(
@@ -64,6 +97,7 @@ HEDGE = re.compile(
 VERB = re.compile(
     r".*(?:\b(?:is|are|was|be|equals|choose|pick|so|thus|hence|therefore)\b|[:=]),?", re.IGNORECASE
 )
+AGENT = re.compile(r"^[a-z]+(?:ed|en|wn|nd) (?:by|in) (?=[A-Z])")  # written by Jane Austen
 YES_OR_NO = re.compile(r"\b(?:yes|no|true|false)\b", re.IGNORECASE)
 # Not "no idea" or "no one knows".
 SAYS_YES_OR_NO = re.compile(
@@ -96,9 +130,11 @@ PARTS = re.compile(
     re.IGNORECASE,
 )
 BOUND = re.compile(
-    r"\b(?:than|at (?:most|least)|between|up to|far from|below|above|under|over|twice|double|triple"
-    r"|(?:half|third|quarter|root|square|cube|power|reciprocal|inverse|opposite|logarithm|factorial)"
-    r"\s+of)\s*$",
+    r"\b(?:than|at (?:most|least)|between(?: [\d.,$]+ to)?|up to|far from"
+    r"|below|above|under|over|twice|double|triple"
+    r"|(?:half|third|quarter|one|two|three|some|most|none|rest|root|square|cube"
+    r"|power|reciprocal|inverse|opposite|logarithm|factorial)"
+    r"\s+of(?:\s+(?:the|her|his|its|their))?)\s*$",
     re.IGNORECASE,
 )
 BOUND_AFTER = re.compile(r"\s*(?:at (?:most|least)|a (?:half|third|quarter))\b", re.IGNORECASE)
@@ -119,6 +155,14 @@ REMARK = re.compile(
     r".*(?:\(\s*[a-z]{2,}[^()]*|\b(?:step|equation|part|line|figure|table|rounded to)\s*\(?)",
     re.IGNORECASE,
 )
+# Between a part and the whole: 6 of the 24, 6 left out of 10, 40 of her 100.
+PART_OF = re.compile(
+    r"\s*(?:of|(?:[a-z]+\s+){0,3}out of|(?:[a-z]+\s+)?of(?=\s+[a-z]))"
+    r"(?:\s+(?:the|these|those|all|her|his|its|their|my|our|your))*\s*",
+    re.IGNORECASE,
+)
+RANGE = re.compile(r"\s*(?:to|through|vs\.?|versus)\s*")  # between its ends
+CHOICE_LIST = re.compile(r"\W*(?:\(?[A-J]\s*[).:][^A-Za-z]+){2,}")  # A: 1 B: 2
 # 2024-01-31, 21-15, W L W, U.S.
 SEQUENCE = re.compile(r"\d+(?:-\d+)+|\d+(?:/\d+){2,}|[A-Z](?: [A-Z])+|[A-Z](?:\.[A-Z])+")
 VALUE = re.compile(rf"\d|\\[A-Za-z]|(?<![A-Za-z{{])(?:[A-Za-z]|{LETTER_PRODUCT})(?![A-Za-z])")
@@ -221,11 +265,24 @@ def _equal(answer: str, truth: str) -> bool:
             return chosen == _chosen(truth)
         truth = labelled[2].strip()
     if _is_words(truth):
+        if said[0] == "\\emptyset" and re.fullmatch("no (?:real )?solutions?", truth.lower()):
+            return True
         return any(_same_words(text, truth) for text in _phrases(said[0], is_boxed))
+    said[0] = _in_form(said[0], truth)
     if not is_boxed:
         said = [plain_math(DELIMITER.sub("$", text[-MAX_ANSWER:])) for text in texts]
+        said = [_in_form(text, truth) for text in said]
         said[0] = next((value for text in said if (value := _value(text, truth))), "")
     return same_mathematics(said[0], truth) or _all_same(said[0], truth)
+
+
+def _in_form(text: str, truth: str) -> str:
+    """Return 2:5 for `2 to 5` if the truth is a ratio, and 1/6 for `1 in 6` if it is a fraction."""
+    if re.fullmatch(r"\d[\d.]*(?:\s*:\s*\d[\d.]*)+", truth):
+        return re.sub(r"(?<=\d) to (?=\d)", ":", text)
+    if not re.fullmatch(r"-?[\d\s]*(?:/\d+|\\frac\{\d+\}\{\d+\}|\.\d+|\d%)", truth):
+        return text
+    return re.sub(r"(?:^|(?<=\bis ))(\d+) (?:in|out of) (\d+)(?=\W*$)", r"\1/\2", text)
 
 
 def _same_content(given: str, truth: str) -> bool:
@@ -239,8 +296,8 @@ def _same_content(given: str, truth: str) -> bool:
 
 def _chosen(text: str) -> set[str]:
     """Return the letters that a text chooses: C for (C) 12, both for A or B, none for not A."""
-    text = re.sub(r"^(['\"])(.*)\1$", r"\2", text)
-    if re.fullmatch(r"[^\w\\]*[A-Ja-j][^\w'^]*", text):
+    text = _without_refuted(MENTIONED.sub("", re.sub(r"^(['\"])(.*)\1$", r"\2", text)))
+    if re.fullmatch(r"[^\w\\!¬]*[A-Ja-j][^\w'^]*", text):
         return set(re.findall("[A-J]", text.upper()))
     if LETTERS.fullmatch(text):
         return set(re.findall("[A-J]", text))
@@ -250,6 +307,17 @@ def _chosen(text: str) -> set[str]:
     text = REASON.sub("", DENIED.sub("", text))
     is_refused = WRONG.search(text) or ALL_BUT.search(text)
     return set() if is_refused else set(LETTER.findall(text))
+
+
+def _without_refuted(text: str) -> str:
+    """Leave out a clause that calls candidates wrong, if the rest names none of them."""
+    text = NOT_RIGHT.sub(" is wrong", text)
+    for found in REFUTED.finditer(text):
+        rest = text.replace(found[0], "")
+        names = re.findall(CANDIDATE, found["named"])
+        if not set(names) & set(re.findall(CANDIDATE, rest)):
+            text = rest
+    return text
 
 
 def _is_words(truth: str) -> bool:
@@ -287,7 +355,8 @@ def _phrases(text: str, is_boxed: bool) -> Iterator[str]:
         yield part.strip(" ,")
         end = max((found.end() for found in VERB.finditer(part)), default=0)
         if not DENIED.search(part[:end]):
-            yield part[end:].strip(" ,")
+            yield (phrase := part[end:].strip(" ,"))
+            yield AGENT.sub("", phrase)
     said = {word.lower() for word in YES_OR_NO.findall(text)}
     if len(said) == 1 and SAYS_YES_OR_NO.match(text):
         yield said.pop()
@@ -295,13 +364,15 @@ def _phrases(text: str, is_boxed: bool) -> Iterator[str]:
 
 def _all_same(text: str, truth: str) -> bool:
     """Return True for alternatives that all equal the truth: 1/2 or 0.5."""
-    parts = re.split(r"\bor\b", text)
+    parts = re.split(r"\bor\b", re.sub(r"\((\s*or\b[^()]*)\)", r"\1", text))
     return len(parts) > 1 and all(same_mathematics(part, truth) for part in parts)
 
 
 def _value(text: str, truth: str) -> str:
     """Return the last mathematics of a sentence, with its unit; all of them where it hedges."""
-    text = PREMISE.sub("", re.sub(r"^\d+[.)] (?=.)", "", text))
+    if CHOICE_LIST.fullmatch(text):
+        return ""
+    text = _without_refuted(PREMISE.sub("", re.sub(r"^\d+[.)] (?=.)", "", text)))
     text = REASON.sub("", DENIED.sub("", text))
     text = text if "!" in truth else text.rstrip("!")
     formulas = [found.span() for found in MATH.finditer(text)]
@@ -317,16 +388,9 @@ def _value(text: str, truth: str) -> str:
         return quantities[-1][0]
     if not is_hedged and (parts := PARTS.search(text)):
         return parts[0]
-    prose = [
-        found.span()
-        for found in PROSE.finditer(text)
-        if not IN_MATH.fullmatch(text, *found.span())
-        or not any(start < found.start() < end for start, end in formulas)
-    ]
-    starts, ends = [0, *(end for _, end in prose)], [*(start for start, _ in prose), len(text)]
     values: list[str] = []
     last_end, unit_end, is_said = 0, 0, False
-    for after_prose, end in zip(starts, ends, strict=True):
+    for after_prose, end in _between_prose(text, formulas):
         start = max(after_prose, unit_end)
         value = re.sub(
             r"^(?:[\s,;)]|and\b|or\b)+|(?:[\s,;(/=+*-]|\band|\bor)+$", "", text[start:end]
@@ -345,10 +409,35 @@ def _value(text: str, truth: str) -> str:
         is_aside = (is_said and ASIDE.fullmatch(between)) or REMARK.fullmatch(between)
         if values and is_aside and "and" not in value and not is_hedged:
             continue
+        if values and PART_OF.fullmatch(between):
+            _, equals, value = value.rpartition("=")
+            if not equals:
+                continue
         unit = UNIT_AFTER.match(text, end)
+        is_linked = values and RANGE.fullmatch(text, unit_end, start)
+        if is_linked and _is_range(values[-1], f"{value} {unit[0] if unit else ''}"):
+            value = f"{values.pop()} to {value}"
         unit_end = unit.end() if unit else end
         is_said = bool(is_named or unit or value.startswith("$"))
         values.append(f"{value} {unit[0]}" if unit else value)
     if is_hedged:
         return " or ".join(values)
     return values[-1] if values else ""
+
+
+def _is_range(first: str, last: str) -> bool:
+    """Return False for two forms of a value: 6/8 to 3/4, or 2 feet to 24 inches."""
+    units = [unit.rstrip("s") for side in (first, last) for unit in re.findall("[a-z]+$", side)]
+    return not same_mathematics(first, last) and (len(units) < 2 or units[0] == units[1])
+
+
+def _between_prose(text: str, formulas: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return start and end of each stretch without prose."""
+    prose = [
+        found.span()
+        for found in PROSE.finditer(text)
+        if not IN_MATH.fullmatch(text, *found.span())
+        or not any(start < found.start() < end for start, end in formulas)
+    ]
+    starts, ends = [0, *(end for _, end in prose)], [*(start for start, _ in prose), len(text)]
+    return list(zip(starts, ends, strict=True))

@@ -7,9 +7,10 @@ from typing import Any
 BOX = re.compile(r"\\+(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 BOX_COMMAND = re.compile(r"\\+(?:boxed|fbox)\s*(?=\{)")
 BETWEEN_BOXES = re.compile(
-    r"[\s$,;]*(?:\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)?(?:[\s$,;]|perhaps|maybe)*"
-    r"(?:[A-Za-z](?:_\w|_\{\w+\})?\s*=\s*)?"
+    r"[\s$,;/|(]*(?:\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or|vs\.?|versus)?"
+    r"(?:[\s$,;/|(]|perhaps|maybe|alternatively)*(?:[A-Za-z](?:_\w|_\{\w+\})?\s*=\s*)?"
 )
+BETWEEN_ANSWERS = re.compile(rf"</answer>{BETWEEN_BOXES.pattern}<answer>")
 MAX_TAIL = 2000  # characters at the end of a text in which its conclusion is looked for
 END_TOKEN = re.compile(r"(?:<[|｜][\w▁-]+[|｜]>|</s>|<eos>|<end_of_turn>)\s*$")
 EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(-])|`|(?<!\w)__?|__?(?![\w{])")
@@ -29,6 +30,17 @@ WORKING = re.compile(
     r"(?!\W*(?:(?i:option|choice)\b|[A-J](?!\w| [a-z])))"
     r".*?(?:(?<!\\)\b[A-Za-z]{3,}.*\d|\d\s*[-+*/×÷].*=)",
     re.DOTALL,
+)
+DOUBT = (
+    r"(?:(?<!\bno )(?<!\ba )(?<!\bany )(?<!\bwithout )\bdoubt(?:s|ed|ful)?\b"
+    r"|\bno way(?= (?:that|the|it|this)\b)"
+    r"|(?<!\bnot )\b(?:un|im)(?:likely|clear|certain|sure|possible|probable)"
+    r" (?:that|for|to be|if|whether)\b)"
+)
+DOUBTED = re.compile(  # before an announcement
+    rf"(?:{DOUBT}|(?:\bnot|\bnever|n['’]t) (?:think|believe|say|claim|sure|certain|true)\b)"
+    r"(?:(?!\b(?:but|so|thus|hence|therefore)\b)[^,;.:!?\n])*$",
+    re.IGNORECASE,
 )
 LIST_MARK = re.compile(r"\d+[.)]")
 EXPLANATION = re.compile(r"\W*(?:explanation|reason|because|check|verif|proof|note)", re.IGNORECASE)
@@ -108,6 +120,10 @@ NUMBER_WORDS: list[tuple[str, Any]] = [
     (r"(?<=[\d)}$])\s+squared\b", "^2"),
     (r"(?<=[\d)}$])\s+cubed\b", "^3"),
     (r"(?<=\d)\s+factorial\b", "!"),
+    (
+        r"\ball (?:real )?numbers (greater|less) than( or equal to)? (?=-?[\d.]+\W*$)",
+        lambda found: "x " + (">" if found[1].lower() == "greater" else "<") + "=" * bool(found[2]),
+    ),
     (r"(\d+) choose (\d+)", r"\\binom{\1}{\2}"),
     (r"\b(?:the )?square root of ([\d.]*\d)", r"\\sqrt{\1}"),
     (r"\b(?:the )?cube root of ([\d.]*\d)", r"\\sqrt[3]{\1}"),
@@ -140,15 +156,16 @@ PLAIN = [
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\{:\}", ":"),
-        (r"<=", r"\\le "),
-        (r">=", r"\\ge "),
         (r"\*\*", "^"),
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
         (r"(?<![\\A-Za-z])[Ii]nfinity(?![A-Za-z])", r"\\infty "),
         (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset "),
         (r"\b([ap])\.\s?m\.?(?![A-Za-z])", r"\1m"),
+        (r"\\+\s*$", ""),
         (r"\s+", " "),
         *((f"(?i:{pattern})", plain) for pattern, plain in NUMBER_WORDS),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
     ]
 ]
 
@@ -176,7 +193,7 @@ def final_answers(text: str) -> tuple[bool, list[str]]:
     boxes = _boxes(text)
     if boxes or BOX_COMMAND.search(text):
         return True, [_last_boxes(text, boxes)]
-    text = EMPHASIS.sub("", text[-MAX_TAIL:])
+    text = EMPHASIS.sub("", BETWEEN_ANSWERS.sub(" or ", text[-MAX_TAIL:]))
     text = DISPLAY.sub(lambda found: found[0].replace("\n", " "), text)
     sentences = [part.strip() for part in SENTENCE.split(text) if part and part.strip()][::-1]
     announced = [found for found in ANNOUNCED.finditer(text) if _announces(found)]
@@ -196,8 +213,10 @@ def _sentence_and_rest(announced: re.Match[str]) -> tuple[str, str]:
 
 def _announces(found: re.Match[str]) -> bool:
     """Return False for `Answer:` above the working and for `to find the answer`, if values follow
-    in later sentences.
+    in later sentences; and for `I doubt that the answer is`.
     """
+    if DOUBTED.search(found.string[: found.start()]):
+        return False
     is_sought = found[0].lower().startswith("to ")
     is_heading = found[0][-1] in "#:：\n" and not is_sought
     sentence, rest = _sentence_and_rest(found)
