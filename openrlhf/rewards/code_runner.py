@@ -51,7 +51,8 @@ def passes_tests(
     timeout_s: float = 5.0,
     memory_mib: int = 512,
 ) -> bool:
-    """Return True if all tests pass and at least one check was executed.
+    """Return True if all tests pass, at least one check was executed, and they have used a name
+    that the program binds.
 
     Tests are assert statements, `test_…` functions as pytest runs them, and unittest classes, in
     one text or a list of them. They see the names of the program, which they can also import from

@@ -31,7 +31,15 @@ from functools import partial
 from os import _exit, write
 from pathlib import Path
 from signal import pause
-from types import CodeType, CoroutineType, GeneratorType, ModuleType, SimpleNamespace
+from types import (
+    CodeType,
+    CoroutineType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 builtins.exit = builtins.quit = sys.exit  # which Python's `site` would define
@@ -70,10 +78,12 @@ HIDDEN_EVENTS = """
 OF_TESTS = ("unittest", "pytest", "_pytest")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+BLOCKS = ("body", "orelse", "handlers", "finalbody")
 # Names that reach those of the program.
 REACHING = {"eval", "exec", "compile", "globals", "locals", "vars", "__import__", "__builtins__"}
 # No program can write these names.
 COUNT, NUMBER, BEFORE, ANSWER = "count a check", "number of checks", "number before", "an answer"
+TAKE = "take from the program"
 VERDICT = MAX_FILES - 1  # the descriptor; no object that the fork has copied closes this number
 HIDDEN_NAMES = "tb_frame gi_frame cr_frame ag_frame f_code gi_code cr_code ag_code"
 
@@ -82,6 +92,31 @@ libc = ctypes.CDLL(None)
 
 class HiddenError(RuntimeError, ValueError):
     """Raised where a program looks for its tests; a ValueError, as of a stack that is not deep."""
+
+
+class OuterNames(dict[str, Any]):
+    """Names that tests find behind their own: Python's, the usual ones, and the program's `own`.
+
+    `is_used` is True once the tests have looked up a name of the program.
+    """
+
+    def __init__(self, names: dict[str, Any], own: dict[str, Any]) -> None:
+        super().__init__({name: value for name, value in names.items() if name not in own})
+        self.own, self.is_used = own, False
+
+    def __missing__(self, name: str) -> Any:
+        value = self.own[name]
+        self.is_used = True
+        return value
+
+    def take(self, names: dict[str, Any], *imported: str) -> None:
+        """Move names that tests imported from the program behind the tests' own."""
+        for name in imported:
+            if name not in names:  # imported within a function
+                self.is_used = True
+            elif not self.is_used:
+                self.own[name] = names.pop(name)
+                self.pop(name, None)
 
 
 def serve(line: socket.socket) -> int:
@@ -294,6 +329,22 @@ def hide() -> None:
     sys.addaudithook(check)
 
 
+def forget_tests() -> None:
+    """Drop the libraries of tests, and the modules that hold parts of them, such as numpy.testing:
+    the program gets copies of its own.
+    """
+    for name, module in list(sys.modules.items()):
+        parts = [name, *(_home(value) for value in list(getattr(module, "__dict__", {}).values()))]
+        if name not in (__name__, "__main__") and any(p.split(".")[0] in OF_TESTS for p in parts):
+            del sys.modules[name]
+
+
+def _home(value: Any) -> str:
+    """Return the name of a module, or of the module of a class."""
+    name = "__name__" if isinstance(value, ModuleType) else "__module__"
+    return str(vars(value).get(name)) if isinstance(value, (type, ModuleType)) else ""
+
+
 def import_libraries(program: str) -> None:
     """Import the libraries that a program will, but Python's own: some read frames at their import,
     such as sympy and matplotlib, and still can.
@@ -320,6 +371,8 @@ def is_check(node: ast.AST) -> bool:
             return True
         case ast.Try(body=[*_, last]):  # which is not to be reached
             return is_check(last) and not is_open(last)
+        case ast.Lambda(body=value):
+            return is_check(ast.Expr(value))
         case ast.Expr(ast.Call(func=ast.Name(name) | ast.Attribute(attr=name))):
             return name.startswith(("assert", "fail", "raises"))
         case ast.With(items=[ast.withitem(ast.Call(func=function))]):
@@ -368,12 +421,7 @@ def require_checks(tree: ast.Module) -> None:
     """Raise ValueError if nothing that is executed checks anything, whatever the program is, or if
     fixtures are needed.
     """
-    for statement in tree.body:
-        marks = getattr(statement, "decorator_list", [])
-        is_class = isinstance(statement, ast.ClassDef) and statement.name.startswith("Test")
-        for function in statement.body if is_class else [statement]:
-            if isinstance(function, FUNCTIONS):
-                require_no_fixtures(function, marks if is_class else [], int(is_class))
+    require_no_fixtures(tree, [], is_class=False)
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for statement in tree.body:
         match statement:
@@ -387,7 +435,18 @@ def require_checks(tree: ast.Module) -> None:
     raise ValueError("they check nothing. Add assert statements or test functions")
 
 
-def require_no_fixtures(
+def require_no_fixtures(block: ast.AST, marks: list[ast.expr], *, is_class: bool) -> None:
+    """Raise ValueError if a test of a block needs a fixture; the marks are those of its class."""
+    for node in (node for name in BLOCKS for node in getattr(block, name, [])):
+        if isinstance(node, FUNCTIONS):
+            require_arguments(node, marks, int(is_class))
+        elif not isinstance(node, ast.ClassDef):
+            require_no_fixtures(node, marks, is_class=is_class)
+        elif node.name.startswith("Test"):
+            require_no_fixtures(node, node.decorator_list, is_class=True)
+
+
+def require_arguments(
     function: ast.FunctionDef | ast.AsyncFunctionDef, marks: list[ast.expr], num_own: int
 ) -> None:
     """Raise ValueError for a fixture, and for a test that needs one: it has an argument that no
@@ -416,7 +475,8 @@ def require_no_fixtures(
 
 def parted(tree: ast.Module) -> tuple[CodeType, CodeType]:
     """Return the code of the tests' imports, and of the rest with a count after each check, for
-    each result that a test function returns, and where an assert fails unheard.
+    each result that a test function returns, and where an assert fails unheard. In the rest, what
+    is imported from the program becomes names that `OuterNames` has.
     """
     imports = [node for node in tree.body if is_import(node)]
     rest = ast.Module([node for node in tree.body if node not in imports], [])
@@ -429,6 +489,9 @@ def parted(tree: ast.Module) -> tuple[CodeType, CodeType]:
     for node in list(ast.walk(rest)):
         for part in swallowed(node):
             part.msg = failed.value
+        if isinstance(node, ast.Lambda) and is_check(node):
+            both = ast.Tuple([node.body, count.value], ast.Load())
+            node.body = ast.Subscript(both, ast.Constant(0), ast.Load())
         if ends := answers(node):
             node.body = [before, *node.body, last := ast.Return()]
             ends.append(last)
@@ -439,13 +502,28 @@ def parted(tree: ast.Module) -> tuple[CodeType, CodeType]:
             given += [count.value] * is_check(ast.Expr(given[0]))
             given.insert(0, ast.Name(BEFORE, ast.Load()))
             end.value = ast.Call(ast.Name(ANSWER, ast.Load()), given, [])
-        for name in ("body", "orelse", "finalbody"):
+        for name in BLOCKS:
             if isinstance(block := getattr(node, name, None), list):
-                pairs = [(n, count) if is_check(n) else (n,) for n in block]
+                pairs = [(n, count) if is_check(n) else from_program(n) for n in block]
                 block[:] = [node for pair in pairs for node in pair]
     parts = (ast.Module(imports, []), rest)
     first, second = (compile(ast.fix_missing_locations(m), "tests", "exec") for m in parts)
     return first, second
+
+
+def from_program(node: ast.stmt) -> tuple[ast.stmt, ...]:
+    """Return a statement and, after an import from the program, the one that takes its names."""
+    match node:
+        case ast.ImportFrom(module="solution", level=0, names=[ast.alias("*")]):
+            return (ast.Pass(),)  # they are there
+        case ast.ImportFrom(module="solution", level=0):
+            names = [alias.asname or alias.name for alias in node.names]
+        case ast.Import():
+            names = [a.asname or a.name for a in node.names if a.name == "solution"]
+        case _:
+            return (node,)
+    constants: list[ast.expr] = [ast.Constant(name) for name in names]
+    return node, ast.Expr(ast.Call(ast.Name(TAKE, ast.Load()), constants, []))
 
 
 def is_import(node: ast.stmt) -> bool:
@@ -455,12 +533,10 @@ def is_import(node: ast.stmt) -> bool:
     return isinstance(node, ast.Import) and "solution" not in {a.name for a in node.names}
 
 
-def load(job: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """Execute the program as the module `solution`, with the usual names; return its own."""
-    for name in [name for name in sys.modules if name.split(".")[0] in OF_TESTS]:
-        del sys.modules[name]  # the program gets a copy of its own
+def load(job: dict[str, Any]) -> dict[str, Any]:
+    """Execute the program as the module `solution`; return the names that it has bound."""
     module, sys.modules["__main__"] = ModuleType("solution"), ModuleType("__main__")
-    vars(module).update(usual, __builtins__=vars(sys.modules["builtins"]))
+    vars(module)["__builtins__"] = vars(sys.modules["builtins"])
     run_program(job, module, "solution.py")
     return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
@@ -478,29 +554,77 @@ def under_test(tree: ast.Module) -> set[str]:
     return used - REACHING if len(used) == 1 else set()
 
 
-def execute(name: str, module: SimpleNamespace) -> None:
+def has_texts(tree: ast.Module) -> bool:
+    """Return True if tests may reach the program by a text: a name, its module or its file."""
+    nodes = list(ast.walk(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+    return not names.isdisjoint(("globals", "locals", "vars")) or any(
+        text.split(".")[0] == "solution" or "solution.py" in text for text in texts
+    )
+
+
+def execute(name: str, tests: Any, module: SimpleNamespace) -> None:
     """Execute a function or class of a module as pytest does, if it is one of tests."""
-    tests = getattr(module, name)
-    if not isinstance(tests, type):
+    if is_function(tests):
         for arguments in parameters(tests) if name.startswith("test") else ():
-            prepare(module, "setup_function", tests)
-            call(tests, arguments)
-            prepare(module, "teardown_function", tests)
-    elif "TestCase" in [kind.__name__ for kind in tests.__mro__]:
+            if not needs_more(tests, arguments):
+                prepare(module, "setup_function", tests)
+                call(tests, arguments)
+                prepare(module, "teardown_function", tests)
+    elif not issubclass(type(tests), type) or not may_be_test(tests):
+        return
+    elif "TestCase" in [kind.__name__ for kind in tests.__mro__[1:]]:
         result = unittest.TestResult()
         unittest.TestLoader().loadTestsFromTestCase(tests).run(result)
         if not result.wasSuccessful():
             raise AssertionError
-    elif name.startswith("Test"):
-        prepare(tests, "setup_class", tests)
-        for method in filter(lambda name: name.startswith("test"), dir(tests)):
-            for arguments in parameters(getattr(tests, method), tests):
-                instance = tests()
-                function = getattr(instance, method)
-                prepare(instance, "setup_method", function)
-                call(function, arguments)
-                prepare(instance, "teardown_method", function)
-        prepare(tests, "teardown_class", tests)
+    elif name.startswith("Test") and tests.__init__ is object.__init__:
+        execute_class(tests, module)
+
+
+def execute_class(tests: type, module: SimpleNamespace) -> None:
+    """Execute the methods and classes of a class in their order, those of its bases first."""
+    prepare(tests, "setup_class", tests)
+    for name in dict.fromkeys(name for kind in reversed(tests.__mro__) for name in vars(kind)):
+        value = getattr(tests, name)
+        if not is_function(value):
+            execute(name, value, module)
+            continue
+        for arguments in parameters(value, tests) if name.startswith("test") else ():
+            instance = tests()
+            function = getattr(instance, name)
+            prepare(instance, "setup_method", function)
+            call(function, arguments)
+            prepare(instance, "teardown_method", function)
+    prepare(tests, "teardown_class", tests)
+
+
+def is_function(value: Any) -> bool:
+    """Return True for a function that may be a test."""
+    function = value.func if isinstance(value, partial) else value
+    if isinstance(function, (FunctionType, MethodType)):
+        return may_be_test(function)
+    return "__wrapped__" in getattr(function, "__dict__", ()) and may_be_test(function)
+
+
+def may_be_test(value: Any) -> bool:
+    """Return True unless a function or class is the program's, or marked as no test."""
+    return value.__module__ != "solution" and getattr(value, "__test__", True)
+
+
+def needs_more(function: Any, arguments: dict[str, Any]) -> bool:
+    """Return True for a function that was only given the name of a test, as `test = lambda x: …`,
+    and that lacks arguments.
+    """
+    num_given = len(arguments)
+    if isinstance(function, partial):
+        num_given += len(function.args) + len(function.keywords)
+        function = function.func
+    if not hasattr(function, "__code__") or function.__name__.startswith("test"):
+        return False
+    num_given += len(function.__defaults__ or ()) + hasattr(function, "__self__")
+    return function.__code__.co_argcount > num_given
 
 
 def prepare(owner: Any, name: str, argument: Any) -> None:
@@ -553,7 +677,7 @@ def test(job: dict[str, Any], usual: dict[str, Any]) -> None:
     count: list[int] = []
     try:
         own = sys.modules["builtins"] = ModuleType("builtins")  # the program's, and its tests'
-        vars(own).update(vars(builtins))
+        vars(own).update(usual | vars(builtins))  # behind the program's names
         names = vars(module := ModuleType("tests"))
         names |= {"__builtins__": dict(__builtins__), COUNT: count.append}
         names |= {NUMBER: count.__len__, ANSWER: partial(judge, count)}
@@ -565,22 +689,31 @@ def test(job: dict[str, Any], usual: dict[str, Any]) -> None:
         except (ImportError, SyntaxError, ValueError) as error:  # theirs, whatever the program is
             problem = str(error)
             raise
-        taken = names.keys() | (__builtins__.keys() - tested)
         imported = [vars(module) for module in names.values() if type(module) is ModuleType]
         before = [dict(module) for module in imported]
+        forget_tests()
         import_libraries(job["program"])
         hide()
-        names |= {n: value for n, value in load(job, usual).items() if n not in taken}
+        taken = __builtins__.keys() - tested
+        program = {name: value for name, value in load(job).items() if name not in taken}
         for of_module, kept in zip(imported, before, strict=True):
             of_module.update(kept)  # what the program has replaced in there
+        outer = OuterNames(usual | __builtins__, program)
+        names |= {"__builtins__": outer, TAKE: partial(outer.take, names)}
+        if has_texts(tree):
+            names |= {name: value for name, value in program.items() if name not in names}
+            outer.is_used = bool(program)
+        given = dict(names)
         exec(rest, names)
-        defined = [node.name for node in tree.body if isinstance(node, DEFINITIONS)]
-        tests = SimpleNamespace(**{name: names[name] for name in defined})
-        prepare(tests, "setup_module", module)
-        for name in defined:
-            execute(name, tests)
+        made = {name: value for name, value in names.items() if given.get(name) is not value}
+        prepare(tests := SimpleNamespace(**made), "setup_module", module)
+        for name, value in made.items():
+            execute(name, value, tests)
         prepare(tests, "teardown_module", module)
         passed = all(vars(builtins)[name] is value for name, value in __builtins__.items())
+        if passed and not outer.is_used and not any(count):
+            problem = "they check nothing: no check is executed"
+        passed = passed and outer.is_used
     finally:
         number = len(count) if passed and all(count) else 0
         text = f"{number} {' '.join(problem.split())}".encode(errors="replace")

@@ -40,6 +40,12 @@ check(double)
 # Each `double` is wrong, or right only if a look at what it must not see succeeds.
 
 ATTACKS = {
+    "change the checks of a library that holds them": """
+        import doctest, numpy.testing
+        for case in (doctest.unittest.TestCase, numpy.testing.TestCase):
+            case.assertEqual = case.assertTrue = lambda *_: None
+        def double(x): return 0
+    """,
     "leave at once": "import os; os._exit(0)",
     "leave when it is called": "def double(x): import os; os._exit(0)",
     "exit in order": "def double(x): raise SystemExit(0)",

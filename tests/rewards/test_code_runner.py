@@ -168,6 +168,89 @@ class Tests(unittest.TestCase):
 class TestDouble(Tests):
     def test_two(self): return self.assertEqual(double(2), 4)
 """,
+    "functions behind conditions": """
+import sys
+if sys.version_info >= (3, 8):
+    def test_two(): assert double(2) == 4
+try:
+    def test_three(): assert double(3) == 6
+except ImportError:
+    pass
+assert double(0) in (0, 2)
+""",
+    "functions with other names": """
+import functools
+def check(x): assert double(x) == 2 * x
+def make(x):
+    def check_one(): check(x)
+    return check_one
+test_two = make(2)
+test_three = functools.partial(check, 3)
+assert double(0) in (0, 2)
+""",
+    "a lambda": """
+import unittest
+test_two = lambda: double(2) == 4
+Tests = type("T", (unittest.TestCase,), {"test_3": lambda self: self.assertEqual(double(3), 6)})
+""",
+    "classes in classes": """
+import unittest
+class TestDouble:
+    cases = test_cases = [2]
+    def test_two(self): assert double(2) == 4
+    class TestMore:
+        class TestMost:
+            def test_three(self): assert double(3) == 6
+        class Tests(unittest.TestCase):
+            def test_three(self): self.assertEqual(double(3), 6)
+""",
+    "no tests besides": """
+from solution import double as test_twice
+import solution
+class TestCase:
+    def __init__(self, x): self.x = x
+    def test_x(self): assert False
+class TestNot:
+    __test__ = False
+    def test_x(self): assert False
+test = lambda x: test_twice(x) == 2 * x
+testee = double
+test_method = solution.double
+assert test(3)
+""",
+    "names in a class": """
+class TestDouble:
+    three = double(3)
+    def test_three(self): assert self.three == 6
+""",
+    "names as texts": """
+import importlib
+assert globals()["double"](2) == 4
+assert importlib.import_module("solution").double(3) == 6
+""",
+    "globals that are imported": """
+from solution import double
+assert globals()["double"](3) == 6
+""",
+    "a file": """
+from pathlib import Path
+names = {}
+exec(Path("solution.py").read_text(), names)
+assert names["double"](3) == 6
+""",
+    "an import within a function": """
+def test_three():
+    from solution import double as twice
+    assert twice(3) == 6
+def test_four():
+    import solution
+    assert solution.double(4) == 8
+""",
+    "the usual names": """
+from solution import *
+assert isclose(double(3), 6) and Counter([double(3)]) == {6: 1}
+assert double(inf) == inf and double(math.pi) == 2 * pi
+""",
     "NumPy": """
 import numpy as np
 np.testing.assert_allclose(double(np.arange(4)), [0, 2, 4, 6])
@@ -244,11 +327,71 @@ class Tests(unittest.TestCase):
     assert passes_tests("def f(): return [1]", tests)
     assert not passes_tests("def f(): return []", tests)
     assert not passes_tests(RIGHT, "def test_f():\n    yield\n    assert double(2) == 4")
-    assert not passes_tests(RIGHT, "def test_f():\n    def later(): assert double(2) == 4")
     # Where nothing is returned, something must have been checked in this very test.
     tests = "def test_f(): return f(2)\ndef test_g(): assert f(3) is None"
     assert not passes_tests("def f(x): pass", tests)
     assert not passes_tests("def f(): return []", "def test_f():\n    for n in f(): return n == 1")
+    skip = "import unittest\ndef f(x): raise unittest.SkipTest"
+    tests = "import unittest\nclass T(unittest.TestCase):\n def test_f(self): self.assertTrue(f(1))"
+    assert not passes_tests(skip, tests)
+
+
+@pytest.mark.parametrize("program", [RIGHT, WRONG, "", "from math import *"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "import pytest\n@pytest.mark.skip\ndef test_two(): assert double(2) == 4",
+        "import unittest\nclass Tests(unittest.TestCase):\n"
+        "    def test_two(self):\n        self.skipTest('x')\n        self.assertTrue(double(2))",
+        "import unittest\nclass Tests(unittest.TestCase):\n"
+        "    @unittest.skip('x')\n    def test_two(self): self.assertTrue(double(2))",
+        "for x, y in []: assert double(x) == y",
+        "def test_double():\n    for x, y in []: assert double(x) == y",
+        "def test_double():\n    for x, y in []: return double(x) == y",
+        "def test_double():\n    def later(): assert double(2) == 4",
+        "def test_double():\n    if False: assert double(2) == 4",
+    ],
+)
+def test_tests_that_execute_no_check_are_an_error_of_the_data(program, tests):
+    with pytest.raises(ValueError, match="they check nothing: no check is executed"):
+        passes_tests(program, tests)
+
+
+def test_an_imported_program_does_not_hide_that_no_check_is_executed():
+    for line in ("from solution import double", "from solution import *", "import solution"):
+        tests = f"import pytest\n{line}\n@pytest.mark.skip\ndef test_two(): assert double(2) == 4"
+        with pytest.raises(ValueError, match="no check is executed"):
+            passes_tests(RIGHT, tests)
+
+
+OF_USUAL_NAMES = {
+    "gcd": "assert gcd(12, 18) == 6",
+    "median": "def check(candidate):\n    assert candidate([3, 1, 2]) == 2\ncheck(median)",
+    "mean": "def test_mean():\n    x = mean([1, 2, 3])\n    assert x == 2",
+    "comb": "from solution import comb\ndef test_comb(): assert comb(5, 2) == 10",
+    "isqrt": "from solution import *\nassert isqrt(17) == 4",
+    "product": "from solution import product as p\nassert list(p([1], [2])) == [(1, 2)]",
+    "factorial": "import solution\ndef test_five(): assert solution.factorial(5) == 120",
+    "deque": "def test_deque():\n    from solution import deque\n    assert deque([1])[0] == 1",
+    "add": "import unittest\nclass Tests(unittest.TestCase):\n"
+    "    def test_add(self): self.assertEqual(add(2, 3), 5)",
+    "lcm": "def mid(l): return l\nassert mid(lcm(4, 6)) == 12",
+    "pow": "assert pow(2, 3) == 8",
+    "sum": "def test_sum(): assert sum([1, 2]) == 3",
+}
+
+
+@pytest.mark.parametrize("name", OF_USUAL_NAMES)
+def test_the_function_under_test_must_be_the_programs(name):
+    tests = OF_USUAL_NAMES[name]
+    for program in ("", "x = 1", "def mid(l): return 0", f"def {name}_of(*a): return 0"):
+        assert not passes_tests(program, tests)
+    if name not in ("pow", "sum"):
+        star = "from math import *\nfrom statistics import *\nfrom operator import *"
+        star += "\nfrom itertools import *\nfrom collections import *"
+        assert passes_tests(star, tests)
+        assert not passes_tests(f"def {name}(*a): return 0", tests)
+    assert passes_tests(f"own = {name}\ndef {name}(*a): return own(*a)", tests)
 
 
 LEETCODE = """
@@ -265,6 +408,7 @@ class Solution:
 
 def test_the_usual_imports_of_leetcode_are_there():
     tests = "assert Solution().twoSum(nums=[3, 3], target=6) == [0, 1] and gcd(4, 6) == 2 < inf"
+    assert not passes_tests("", tests) and not passes_tests("class Solution: pass", tests)
     assert passes_tests(LEETCODE, tests)
     assert passes_tests("from typing import *\nfrom math import *\nf = lambda: inf", "assert f()")
 
@@ -280,8 +424,10 @@ def test_the_function_under_test_may_have_a_name_of_python() -> None:
         assert passes_tests(right, tests) and not passes_tests(wrong, tests)
     # Where another name is under test, that of Python judges.
     cheat = "def double(x): return 0\ndef abs(x): return 0\ndef eval(x): return 6\nsum = eval"
-    for tests in ("abs(double(3) - 6) < 1", "eval('double(3)') == 6", "sum([1, 2]) == abs(3)"):
-        assert passes_tests(cheat, f"assert {tests}") == (tests[:3] == "sum")
+    for tests in ("abs(double(3) - 6) < 1", "eval('double(3)') == 6"):
+        assert not passes_tests(cheat, f"assert {tests}")
+        assert not passes_tests(cheat, f"from solution import *\nassert {tests}")
+    assert passes_tests(cheat, "assert sum([1, 2]) == abs(3 + double(1))")
     for tests in (
         "def check(double):\n    assert abs(double(3) - 6) < 1\ncheck(double)",
         "double = double\nassert abs(double(3) - 6) < 1",
