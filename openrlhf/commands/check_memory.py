@@ -140,6 +140,8 @@ def share_of(shape: Shape, model: Model, ds: DeepSpeedConfig) -> Share:
     num_copies, learnt = model_size.num_copies, shape.num_trained / ds.tensor_parallel_size
     weights = shape.num_bytes(ds) / ds.tensor_parallel_size
     work = activations(shape, model, ds)
+    if not model.trains:
+        ds = ds.model_copy(update={"adam_offload": False})
     stage = effective_stage(ds, model_size)
     offload = model.offload and ds.tensor_parallel_size == 1 and not ds.load_in_4bit
     if not model.trains:

@@ -204,13 +204,14 @@ class DeepSpeedStrategy:
                 warn(f"{STAYS}: it has weights of 4 bits")
             return EvalEngine(model.to(self.device), self.device)
         self._split_layers(model)
-        is_whole = effective_stage(self.ds, model_size) < 3
+        ds = self.ds.model_copy(update={"adam_offload": False})
+        is_whole = effective_stage(ds, model_size) < 3
         if self.topology.tp_size > 1 or (is_whole and not offload):
             if offload and self.is_main:
                 warn(f"{STAYS}: its layers are split (--ds_tensor_parallel_size)")
             _cast(model, model_size.dtype)
             return EvalEngine(model.to(self.device), self.device)
-        config = _common(self.ds.model_copy(update={"adam_offload": False}), model_size, 3)
+        config = _common(ds, model_size, 3)
         if offload:
             config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
         split(model, config, dtype=model_size.dtype, device=self.device)

@@ -43,9 +43,7 @@ UNREADABLE = (
 )
 BLANK = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 NUMERAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
-GROUPED = re.compile(  # 12,345,678 or, as in India, 1,23,45,678
-    r"(?<![\w.,])(?:\d{1,3}(?:([ ,])\d{3})(?:\1\d{3})*|\d{1,2}(?:,\d{2})+,\d{3})(?![\d,]|\s\d)"
-)
+GROUPED = re.compile(r"(?<![\w.,])\d{1,3}(?:([ ,])\d{3})(?:\1\d{3})*(?![\d,]|\s\d)")
 FRACTION = re.compile(rf"\\frac\s*\{{\s*([+-]?{NUMERAL})\s*\}}\s*\{{\s*({NUMERAL})\s*\}}")
 DECIMAL = re.compile(
     rf"([+-]?)\s*({NUMERAL})(?:[eE]([+-]?\d+)"

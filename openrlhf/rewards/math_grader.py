@@ -43,7 +43,8 @@ INITIALS = re.compile(r"\b(?:[A-Z]\.\s*)+(?=[A-Za-z][a-z])")
 LAST_LABEL = "E"  # of most lists of choices
 VERDICT = re.compile(r"\b(?:is|the|right|correct|true|best|answer|choice|option)\b")
 DENIED = re.compile(
-    rf"(?:(?:\bI (?:can )?)?(?:{DOUBT}|\bdiffer(?:s|ent) from\b|\brul(?:e|ed|es) out\b"
+    rf"(?:(?:\bI (?:can )?)?(?:{DOUBT}|\brul(?:e|ed|es) out\b"
+    r"|\bdiffer(?:s|ent) from(?=\s*\(?(?:(?-i:[A-J])\b|\$?-?\d))"
     r"|\b(?:eliminate|exclude|reject|discard)s? (?:option |choice )?(?=\(?[A-J]\b))"
     r"|\b(?:not|cannot|never|except|neither)\b|n['’]t\b|\b(?:rather|other) than\b|\binstead of\b"
     r"|\bnicht\b|\bkeine?\b|\bpas\b|\bno es\b|\bnon è\b|\bне\b"
@@ -86,7 +87,8 @@ MENTIONED = re.compile(
     re.IGNORECASE,
 )
 REASON = re.compile(
-    r",?\s*\b(?:because|since|where|which(?!(?: \w+){1,2} (?:wrong|incorrect|false))"
+    r",?\s*\b(?:because|since|where|which(?!(?: \w+){1,2} (?:wrong|incorrect|false)\s*(?:[.;,]|$))"
+    r"|as (?:statement|option|choice|it|this|that)"
     r"|if|when|given|whether)\b.*",
     re.IGNORECASE,
 )
@@ -159,6 +161,12 @@ REMARK = re.compile(
 PART_OF = re.compile(
     r"\s*(?:of|(?:[a-z]+\s+){0,3}out of|(?:[a-z]+\s+)?of(?=\s+[a-z]))"
     r"(?:\s+(?:the|these|those|all|her|his|its|their|my|our|your))*\s*",
+    re.IGNORECASE,
+)
+# Before the first end: it falls from 100 to 80, rounded 17.6 to 18. The last one is the result.
+CHANGE = re.compile(
+    r"\b(?:(?!(?:rang|var|run|last|anywhere|lie)\w*\b|(?:is|are|be)\b)\w+ from"
+    r"|(?:round|convert|simplif|chang|reduc)\w*)\b[^,;]*$",
     re.IGNORECASE,
 )
 RANGE = re.compile(r"\s*(?:to|through|vs\.?|versus)\s*")  # between its ends
@@ -279,7 +287,7 @@ def _equal(answer: str, truth: str) -> bool:
 def _in_form(text: str, truth: str) -> str:
     """Return 2:5 for `2 to 5` if the truth is a ratio, and 1/6 for `1 in 6` if it is a fraction."""
     if re.fullmatch(r"\d[\d.]*(?:\s*:\s*\d[\d.]*)+", truth):
-        return re.sub(r"(?<=\d) to (?=\d)", ":", text)
+        return text if ":" in text else re.sub(r"(?<=\d) to (?=\d)", ":", text)
     if not re.fullmatch(r"-?[\d\s]*(?:/\d+|\\frac\{\d+\}\{\d+\}|\.\d+|\d%)", truth):
         return text
     return re.sub(r"(?:^|(?<=\bis ))(\d+) (?:in|out of) (\d+)(?=\W*$)", r"\1/\2", text)
@@ -414,8 +422,8 @@ def _value(text: str, truth: str) -> str:
             if not equals:
                 continue
         unit = UNIT_AFTER.match(text, end)
-        is_linked = values and RANGE.fullmatch(text, unit_end, start)
-        if is_linked and _is_range(values[-1], f"{value} {unit[0] if unit else ''}"):
+        is_linked = RANGE.fullmatch(text, unit_end, start) and not CHANGE.search(text[:unit_end])
+        if values and is_linked and _is_range(values[-1], f"{value} {unit[0] if unit else ''}"):
             value = f"{values.pop()} to {value}"
         unit_end = unit.end() if unit else end
         is_said = bool(is_named or unit or value.startswith("$"))

@@ -230,7 +230,7 @@ def _seconds_of(retry_after: str) -> float:
     section 10.2.3); 0 for anything else.
     """
     for read in (float, lambda date: parsedate_to_datetime(date).timestamp() - time.time()):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             wait_s = read(retry_after)
             return max(wait_s, 0.0) if math.isfinite(wait_s) else 0.0
     return 0.0

@@ -127,8 +127,8 @@ def put_back() -> Iterator[None]:
             logger.__class__, logger.handlers, logger.propagate = kind, handlers, propagate
         if warnings.showwarning is not showing:
             logging.captureWarnings(capture=False)
-        if vllm is None:
-            os.environ.pop(VLLM_LOGGING, None)
+        os.environ.pop(VLLM_LOGGING, None)
+        os.environ.update({} if vllm is None else {VLLM_LOGGING: vllm})
 
 
 def _keep_in_file(name: str, handler: logging.Handler) -> None:

@@ -35,7 +35,7 @@ DOUBT = (
     r"(?:(?<!\bno )(?<!\ba )(?<!\bany )(?<!\bwithout )\bdoubt(?:s|ed|ful)?\b"
     r"|\bno way(?= (?:that|the|it|this)\b)"
     r"|(?<!\bnot )\b(?:un|im)(?:likely|clear|certain|sure|possible|probable)"
-    r" (?:that|for|to be|if|whether)\b)"
+    r" (?:that|for|to be(?! \w+(?:ed|en|wn)\b)|if|whether)\b)"
 )
 DOUBTED = re.compile(  # before an announcement
     rf"(?:{DOUBT}|(?:\bnot|\bnever|n['’]t) (?:think|believe|say|claim|sure|certain|true)\b)"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_utils.experience import Experience, opened
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.trainer.ppo_utils.samples import Samples
@@ -17,6 +18,8 @@ from openrlhf.trainer.ppo_utils.update_plan import (
     num_updates_per_rollout,
     plan_updates,
 )
+from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup, start_forward
+from openrlhf.trainer.workers.model_worker import ModelWorker
 from openrlhf.utils.images import Picture
 from tests.helpers.rollouts import rollout
 from tests.helpers.updates import planned_shares
@@ -176,3 +179,17 @@ def test_shares_of_ranks_are_balanced_by_what_images_cost() -> None:
     experience = Experience.from_rollouts([seen] + [rollout([3] * 8, [1])] * 2)
     [step] = plan_updates(experience, 2, train_batch_size=3, max_epochs=1, seed=0)
     assert sorted(map(sorted, step.members)) == [[0], [1, 2]]
+
+
+class LengthsWorker(ModelWorker):
+    """A model whose forward returns a number for each sampled token."""
+
+    def forward(self, samples: Samples) -> torch.Tensor:
+        return samples.group_ids.repeat_interleave(samples.num_actions).float()
+
+
+def test_a_forward_in_this_process_sees_samples() -> None:
+    worker = LengthsWorker(PPOConfig.model_construct(), "ref", "run")
+    whole = Experience.from_rollouts([rollout([k], [0] * (k + 1), group=k) for k in range(3)])
+    column = start_forward(WorkerGroup(worker), LengthsWorker.forward, whole)()
+    assert column.tolist() == [0, 1, 1, 2, 2, 2]

@@ -78,8 +78,8 @@ class ModelWorker:
         device memory back: torch keeps freed memory for its own process, and other roles and
         engines on this device need it.
         """
-        opened = [opened(arg) if isinstance(arg, SampleShare) else arg for arg in args]
-        result = getattr(self, method)(*opened)
+        own = [opened(arg) if isinstance(arg, SampleShare) else arg for arg in args]
+        result = getattr(self, method)(*own)
         torch.cuda.empty_cache()
         return result.numpy() if isinstance(result, Tensor) else result
 
