@@ -454,6 +454,7 @@ class StopConfig(Base):
 class TokenChoiceConfig(Base):
     """Which tokens may be sampled, where nothing is learnt from their log-probs."""
 
+    greedy_sampling: bool = switch("Always the likeliest token.")
     top_k: int = option(0, "Sample from the K likeliest tokens; 0: from all.", ge=0)
     min_p: float = option(
         0.0, "Sample from tokens of at least this part of the likeliest one's share.", ge=0, le=1
@@ -462,9 +463,10 @@ class TokenChoiceConfig(Base):
 
     @property
     def token_choice(self) -> dict[str, float]:
-        """Return these settings by name, with temperature and top_p."""
-        names = (*TokenChoiceConfig.model_fields, "temperature", "top_p")
-        return {name: getattr(self, name) for name in names}
+        """Return these settings by name, with temperature and top_p; one of 0 is greedy."""
+        names = ("top_k", "min_p", "repetition_penalty", "temperature", "top_p")
+        greedy = {"temperature": 0.0} if self.greedy_sampling else {}
+        return {name: getattr(self, name) for name in names} | greedy
 
 
 class RewardModelsConfig(Base):

@@ -28,7 +28,6 @@ WEIGHTS = ("param_dtype", "attn_implementation", "load_in_4bit", "experts_implem
 class SamplingConfig(TokenChoiceConfig, StopConfig):
     """`rollout.*`: how tokens are chosen."""
 
-    greedy_sampling: bool = switch("Always the likeliest token.")
     top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
     temperature: float = option(
         1.0, "Sampling temperature; 0: greedy.", "temperature", "eval_temperature", ge=0, le=2
@@ -55,12 +54,7 @@ class SamplingConfig(TokenChoiceConfig, StopConfig):
     @property
     def is_greedy(self) -> bool:
         """Return True if chance plays no part."""
-        return self.greedy_sampling or self.temperature == 0
-
-    @property
-    def token_choice(self) -> dict[str, float]:
-        """Return the settings by name; a temperature of 0 is greedy."""
-        return super().token_choice | ({"temperature": 0.0} if self.is_greedy else {})
+        return self.token_choice["temperature"] == 0
 
 
 class InferenceDataConfig(DatasetConfig):

@@ -181,6 +181,10 @@ OTHER_TREES = [
     (EvaluateConfig, "--max_new_tokens 99", "rollout.max_new_tokens", 99),
     (EvaluateConfig, "--best_of_n 2", "rollout.n_samples_per_prompt", 2),
     (EvaluateConfig, "--output_path o", "ckpt.output_dir", "o"),
+    (EvaluateConfig, "--greedy_sampling", "rollout.greedy_sampling", True),
+    (BatchInferenceConfig, "--vllm_tensor_parallel_size 2", "vllm.tensor_parallel_size", 2),
+    (BatchInferenceConfig, "--max_completion_length 9", "rollout.max_new_tokens", 9),
+    (BatchInferenceConfig, "--prompt_split test", "data.dataset_split", "test"),
     (BatchInferenceConfig, "--eval_dataset d", "data.dataset", "d"),
     (BatchInferenceConfig, "--generate_max_len 99", "rollout.max_new_tokens", 99),
     (BatchInferenceConfig, "--eval_n_samples_per_prompt 2", "rollout.best_of_n", 2),
@@ -195,6 +199,14 @@ OTHER_TREES = [
 )
 def test_words_become_values(config_class, line, path, expected):
     assert value_at(tree(config_class, line), path) == expected
+
+
+def test_greedy_sampling_is_a_temperature_of_0():
+    for config_class in (EvaluateConfig, BatchInferenceConfig):
+        for line, temperature in (("", None), ("--greedy_sampling", 0), ("--temperature 0", 0)):
+            rollout = tree(config_class, line).rollout
+            expected = rollout.temperature if temperature is None else temperature
+            assert rollout.token_choice["temperature"] == expected
 
 
 def test_a_default_that_follows_does_not_count_as_given():
