@@ -33,7 +33,7 @@ from openrlhf.errors import (
     OpenRLHFError,
 )
 from openrlhf.trainer.device_phases import DevicePhases
-from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience import Experience, opened
 from openrlhf.trainer.ppo_utils.worker_group import start_forward
 from openrlhf.trainer.ray import launcher
 from openrlhf.trainer.ray.restarts import Restarts
@@ -248,7 +248,7 @@ def test_a_run_that_is_asked_to_stop_while_a_frozen_model_starts_again_saves_the
                     if asks_first:
                         os.kill(os.getpid(), signal.SIGINT)
                     raise lost("ref")
-                return [torch.zeros(int(share.samples.num_actions.sum()))]
+                return [torch.zeros(int(opened(share).num_actions.sum()))]
 
             return wait
 
@@ -677,7 +677,7 @@ def test_a_frozen_model_whose_rank_is_lost_computes_the_batch_once_more(role: st
             def wait() -> list[Any]:
                 if len(started) < 2:
                     raise lost(role)
-                return [share.samples.seq_lengths.float()]
+                return [opened(share).seq_lengths.float()]
 
             return wait
 

@@ -324,6 +324,7 @@ def test_a_run_goes_on_though_its_console_has_a_full_disk_or_no_reader_any_more(
 
 
 def test_a_program_has_its_warnings_back_after_a_run(tmp_path: Path) -> None:
+    logging.captureWarnings(capture=False)  # as in a fresh process
     logger, shown = logging.getLogger("transformers"), warnings.showwarning
     before = logger.handlers, logger.propagate, type(logger)
     with put_back():
