@@ -317,7 +317,7 @@ def effective_stage(ds: DeepSpeedConfig, model_size: ModelSize) -> int:
     offloaded: stage 3 alone sums gradients in host memory), and fp32 weights need no master copy:
     all are stage 0. In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum
     micro-batches in fp32 and check them. Nor does it clip gradients of split layers as a whole
-    elsewhere. Stage 0 moves no states: for that it is stage 1.
+    elsewhere. Stage 0 cannot move states to host memory: where that is asked for, it is stage 1.
     """
     is_alone, moves_states = model_size.num_copies == 1, ds.adam_offload or ds.enable_sleep
     stage = max(ds.zero_stage, 1) if moves_states else ds.zero_stage
